@@ -1,0 +1,1 @@
+"""The publisher service of Reprise."""

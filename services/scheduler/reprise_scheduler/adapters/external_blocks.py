@@ -1,0 +1,32 @@
+"""The store's control side, for the model of this engine."""
+
+from collections.abc import Sequence
+
+from reprise_core.ids import BlockHash
+from reprise_runtime.grpc_server import channel
+from reprise_wire.block_transfer import Keyspace
+from reprise_wire.clients.store import StoreClient
+
+
+class StoreBlocks:
+    """Implements `ports.ExternalBlocks` over gRPC."""
+
+    def __init__(self, address: str, *, namespace: str) -> None:
+        self._channel = channel(address)
+        self._client = StoreClient(self._channel, peer=f"store at {address}")
+        self._namespace = namespace
+
+    async def lookup(
+        self, model_fingerprint: str, num_groups: int, block_hashes: Sequence[BlockHash]
+    ) -> tuple[tuple[str, ...], int]:
+        found = await self._client.lookup(self._keyspace(model_fingerprint), range(num_groups), block_hashes)
+        return tuple(found.tiers), found.generation
+
+    async def reset(self, model_fingerprint: str) -> int:
+        return await self._client.reset(self._keyspace(model_fingerprint))
+
+    def _keyspace(self, model_fingerprint: str) -> Keyspace:
+        return Keyspace(self._namespace, model_fingerprint)
+
+    async def close(self) -> None:
+        await self._channel.close()

@@ -1,0 +1,286 @@
+"""Drives the pure scheduler at its own pace: results in, plans out, everything on one event loop.
+
+When a result arrives, the order is: apply it, plan and send the next step, and only then hand out
+tokens, events and metrics. Nothing here waits: look-ups, resets and hashing are tasks beside it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from reprise_core.errors import FailedPrecondition, InvalidInput, RepriseError, Unavailable
+from reprise_core.hash_chain import BlockHasher
+from reprise_core.models import ModelInfo, WorkerCapacity
+from reprise_core.requests import FinishReason
+from reprise_core.steps import StepResult, TransferReport
+from reprise_runtime.health import Readiness
+from reprise_runtime.logs import LimitedLog, get_logger
+from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
+from reprise_scheduler.metrics import EngineMetrics
+from reprise_scheduler.ports import EventSink, ExternalBlocks, PlanSink
+from reprise_scheduler.profile import HashProfile
+from reprise_scheduler.sched.outputs import Output
+from reprise_scheduler.sched.request import Request
+from reprise_scheduler.sched.scheduler import Scheduler
+from reprise_scheduler.settings import SchedulerSettings
+
+Deliver = Callable[[Sequence[Output]], None]
+
+
+class EngineLoop:
+    """One engine. Not thread-safe: everything is called on the event loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        readiness: Readiness,
+        make_metrics: Callable[[ModelInfo], EngineMetrics],
+        event_sink: EventSink | None,
+        external: ExternalBlocks | None,
+        deliver: Deliver,
+    ) -> None:
+        self._settings = settings
+        self._readiness = readiness
+        self._make_metrics = make_metrics
+        self._event_sink = event_sink
+        self._external = external
+        self._deliver = deliver
+        self._log = get_logger()
+        self._limited = LimitedLog()
+        self._plan_sink: PlanSink | None = None
+        self._connected = False
+        self._pump_scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.scheduler: Scheduler | None = None
+        self.metrics: EngineMetrics | None = None
+        self.model: ModelInfo | None = None
+        self.capacity: WorkerCapacity | None = None
+        self.profile: HashProfile | None = None
+        self.hasher: BlockHasher | None = None
+
+    def connect(self, plan_sink: PlanSink) -> None:
+        self._plan_sink = plan_sink
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def require_scheduler(self) -> Scheduler:
+        """Raises Unavailable while no worker has ever registered."""
+        if self.scheduler is None:
+            raise Unavailable("no worker has registered with this engine yet")
+        return self.scheduler
+
+    def submit(self, request: Request) -> None:
+        """Raises RepriseError when the request cannot be taken."""
+        scheduler = self.require_scheduler()
+        try:
+            scheduler.add(request)
+        except InvalidInput:
+            raise
+        except RepriseError:
+            assert self.metrics is not None
+            self.metrics.rejected.inc()
+            raise
+        self._pump_soon()
+
+    def finish(self, request: Request, reason: FinishReason, *, num_output_tokens: int | None = None) -> None:
+        if self.scheduler is None or request.finished:
+            return
+        self.scheduler.finish(request, reason, num_output_tokens=num_output_tokens)
+        assert self.metrics is not None
+        self.metrics.observe_finish(request, reason, time.monotonic())
+        self._pump_soon()
+
+    # -- the worker -----------------------------------------------------------------------------
+
+    def on_session(self, model: ModelInfo, capacity: WorkerCapacity) -> None:
+        if self.model is not None and model.name != self.model.name:
+            raise FailedPrecondition(
+                f"this engine serves {self.model.name!r}, the worker holds {model.name!r}"
+            )
+        kv_config = self._kv_config(capacity)
+        config = self._settings.scheduler_config(
+            max_model_len=model.max_model_len, worker_max_tokens=capacity.max_num_batched_tokens
+        )
+        outputs: list[Output] = []
+        if self.scheduler is None:
+            self.scheduler = Scheduler(
+                config,
+                kv_config,
+                enable_events=self._event_sink is not None,
+                enable_connector=self._external is not None and self._settings.enable_prefix_caching,
+                eos_token_ids=model.eos_token_ids,
+            )
+            self.metrics = self._make_metrics(model)
+        else:
+            outputs = self.scheduler.open_session(config, kv_config, model.eos_token_ids)
+        self.model, self.capacity = model, capacity
+        self.profile = HashProfile.make(self._settings.prefix_caching_hash_algo, capacity.block_size)
+        self.hasher = self.profile.hasher()
+        assert self.metrics is not None
+        self.metrics.set_cache_config(capacity, self._cache_facts())
+        self._connected = True
+        self._readiness.met("worker")
+        self._hand_out(outputs)
+        if self._external is not None:
+            self._spawn(self._ask_generation())
+        self._pump_soon()
+
+    def _kv_config(self, capacity: WorkerCapacity) -> KVCacheConfig:
+        for group in capacity.groups:
+            if group.kind != "full_attention" or group.block_size != capacity.block_size:
+                raise FailedPrecondition(f"cannot plan for a {group.kind} group of {group.block_size} tokens")
+        return KVCacheConfig(
+            num_blocks=capacity.num_blocks,
+            groups=tuple(
+                GroupSpec(kind=GroupKind.FULL, block_size=group.block_size) for group in capacity.groups
+            ),
+            enable_caching=self._settings.enable_prefix_caching,
+            watermark=self._settings.watermark,
+        )
+
+    def _cache_facts(self) -> dict[str, object]:
+        return {
+            "enable_prefix_caching": self._settings.enable_prefix_caching,
+            "prefix_caching_hash_algo": str(self._settings.prefix_caching_hash_algo),
+            "kv_offloading_backend": "reprise" if self._external is not None else None,
+            "is_attention_free": False,
+        }
+
+    def on_lost(self, why: str) -> None:
+        self._connected = False
+        self._readiness.unmet("worker", f"lost the worker: {why}")
+        if self.scheduler is not None:
+            self.scheduler.lose_worker()
+            self._send_events()
+
+    def on_result(self, result: StepResult) -> None:
+        assert self.scheduler is not None
+        now_s = time.monotonic()
+        outputs = self.scheduler.apply_result(result, now_s=now_s)
+        self._pump()
+        self._hand_out(outputs)
+
+    def on_transfer(self, report: TransferReport) -> None:
+        assert self.scheduler is not None
+        self.scheduler.end_load(report.loads)
+        self._pump()
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def _pump_soon(self) -> None:
+        """Once for all that arrives in this turn of the loop."""
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_scheduled = False
+        scheduler = self.scheduler
+        if scheduler is None or not self._connected:
+            return
+        assert self._plan_sink is not None
+        assert self.metrics is not None
+        self._start_lookups(scheduler)
+        while (plan := scheduler.plan_step(now_s=time.monotonic())) is not None:
+            self._plan_sink.send_plan(plan)
+            self.metrics.observe_plan(plan.num_tokens)
+        self._start_lookups(scheduler)  # of requests that were preempted just now
+        self._send_events()
+
+    def _hand_out(self, outputs: Sequence[Output]) -> None:
+        if outputs:
+            assert self.metrics is not None
+            self._deliver(outputs)
+            self.metrics.observe_outputs(outputs, time.monotonic())
+
+    def _send_events(self) -> None:
+        assert self.scheduler is not None
+        events = self.scheduler.take_events()
+        if events and self._event_sink is not None:
+            self._event_sink.send(events)
+
+    def refresh_metrics(self) -> None:
+        if self.scheduler is not None and self.metrics is not None:
+            self.metrics.refresh(self.scheduler)
+
+    # -- the external tier ----------------------------------------------------------------------
+
+    def _start_lookups(self, scheduler: Scheduler) -> None:
+        for request, attempt in scheduler.connector.take_lookups(time.monotonic()):
+            self._spawn(self._look_up(scheduler, request, attempt))
+
+    async def _look_up(self, scheduler: Scheduler, request: Request, attempt: int) -> None:
+        assert self._external is not None
+        assert self.capacity is not None
+        tiers: Iterable[str] = ()
+        generation: int | None = None
+        num_hashes = (request.num_tokens - 1) // self.capacity.block_size
+        expiry = asyncio.get_running_loop().call_later(
+            self._settings.max_external_wait_s + 0.01, self._pump_soon
+        )
+        try:
+            tiers, generation = await self._external.lookup(
+                self._fingerprint, len(self.capacity.groups), request.block_hashes[:num_hashes]
+            )
+        except RepriseError as error:
+            self._limited.warning(self._log, "look-up in the store failed", error=str(error))
+        finally:
+            expiry.cancel()
+        scheduler.answer_lookup(request, attempt, tiers, generation)
+        self._pump_soon()
+
+    async def _ask_generation(self) -> None:
+        """Nothing is saved before the store has named its generation: ask until it does."""
+        assert self._external is not None
+        assert self.scheduler is not None
+        delay_s = 0.2
+        while self.scheduler.connector.generation is None:
+            try:
+                _, generation = await self._external.lookup(self._fingerprint, 1, ())
+                self.scheduler.connector.set_generation(generation)
+            except RepriseError as error:
+                self._limited.warning(self._log, "waiting for the store", error=str(error))
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, 5.0)
+
+    @property
+    def _fingerprint(self) -> str:
+        assert self.model is not None
+        return self.model.fingerprint
+
+    async def reset_prefix_cache(
+        self, *, preempt_running: bool, reset_external: bool
+    ) -> tuple[bool, bool | None]:
+        """Success on the device and, when it was asked for, in the external tier."""
+        scheduler = self.require_scheduler()
+        external: bool | None = None
+        if reset_external:
+            external = await self._reset_external(scheduler)
+        deadline_s = time.monotonic() + 2.0
+        # The blocks of a load in flight cannot be taken away: it ends, or times out, soon.
+        while preempt_running and scheduler.loading and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+        device = scheduler.reset_prefix_cache(preempt_running=preempt_running)
+        self._send_events()
+        self._pump_soon()
+        return device, external
+
+    async def _reset_external(self, scheduler: Scheduler) -> bool:
+        if self._external is None:
+            return True
+        try:
+            scheduler.connector.set_generation(await self._external.reset(self._fingerprint))
+        except RepriseError as error:
+            self._log.warning("reset of the external tier failed", error=str(error))
+            return False
+        return True
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()

@@ -1,0 +1,189 @@
+"""Gateways and their requests: one outbox each, merged when its stream is slow or away.
+
+After a break a gateway's requests go on for a grace period; it attaches again with the next token
+index that it wants of each, and what it missed is sent again from the requests' own tokens. A
+finished request is kept for the same time, so that its end can be repeated.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from reprise_core.requests import FinishReason, PromptSources
+from reprise_scheduler.metrics import StreamMetrics
+from reprise_scheduler.sched.outputs import Output
+from reprise_scheduler.sched.request import Request
+
+
+@dataclass(slots=True)
+class Ending:
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error_kind: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one gateway is told of one request; later deltas are merged into an unsent one."""
+
+    request_id: str
+    first_index: int
+    token_ids: list[int]
+    sources: PromptSources | None = None
+    ending: Ending | None = None
+
+
+@dataclass(slots=True)
+class OwnedRequest:
+    """A request as its gateway knows it."""
+
+    gateway: "Gateway"
+    client_request_id: str
+    request: Request | None = None
+    """None while its prompt is being hashed."""
+    ending: Ending | None = None
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    gateway_id: str
+    owned: dict[str, OwnedRequest] = field(default_factory=dict)
+    outbox: dict[str, Delta] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    stream: object | None = None
+    """Token of the attached stream; a newer one takes its place."""
+    grace: asyncio.TimerHandle | None = None
+
+
+class GatewayStreams:
+    """Limits: a gateway's outbox holds at most one delta per request of its own."""
+
+    def __init__(self, metrics: StreamMetrics, *, grace_s: float, abort: Callable[[Request], None]) -> None:
+        self._metrics = metrics
+        self._grace_s = grace_s
+        self._abort = abort
+        self._gateways: dict[str, Gateway] = {}
+
+    # -- streams --------------------------------------------------------------------------------
+
+    def attach(self, gateway_id: str, resume: Mapping[str, int]) -> tuple[Gateway, object]:
+        """`resume`: request id to the next token index wanted. Requests not named are aborted."""
+        gateway = self._gateways.setdefault(gateway_id, Gateway(gateway_id))
+        if gateway.grace is not None:
+            gateway.grace.cancel()
+            gateway.grace = None
+        gateway.stream = token = object()
+        gateway.outbox.clear()
+        gateway.wake.set()
+        for request_id in [name for name in gateway.owned if name not in resume]:
+            self.abort(gateway, request_id)
+        for request_id, next_index in resume.items():
+            self._resend(gateway, request_id, next_index)
+        self._metrics.gateways.set(sum(one.stream is not None for one in self._gateways.values()))
+        return gateway, token
+
+    def detach(self, gateway: Gateway, token: object) -> None:
+        """The stream ended; a newer one may have taken over already."""
+        self._metrics.breaks.inc()
+        if gateway.stream is not token:
+            return
+        gateway.stream = None
+        loop = asyncio.get_running_loop()
+        gateway.grace = loop.call_later(self._grace_s, self._give_up, gateway)
+        self._metrics.gateways.set(sum(one.stream is not None for one in self._gateways.values()))
+
+    def _give_up(self, gateway: Gateway) -> None:
+        for request_id, owned in list(gateway.owned.items()):
+            if owned.ending is None:
+                self._metrics.grace_aborts.inc()
+            self.abort(gateway, request_id)
+        self._gateways.pop(gateway.gateway_id, None)
+
+    async def next_deltas(self, gateway: Gateway, token: object) -> list[Delta] | None:
+        """Waits for news; None when another stream has taken over."""
+        while gateway.stream is token:
+            if gateway.outbox:
+                deltas = list(gateway.outbox.values())
+                gateway.outbox.clear()
+                return deltas
+            gateway.wake.clear()
+            await gateway.wake.wait()
+        return None
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def open(self, gateway: Gateway, client_request_id: str) -> OwnedRequest | None:
+        """None when the gateway has a request of that id already."""
+        if client_request_id in gateway.owned:
+            return None
+        owned = OwnedRequest(gateway, client_request_id)
+        gateway.owned[client_request_id] = owned
+        return owned
+
+    def abort(self, gateway: Gateway, client_request_id: str) -> None:
+        owned = gateway.owned.pop(client_request_id, None)
+        gateway.outbox.pop(client_request_id, None)
+        if owned is not None:
+            owned.cancelled = True
+            if owned.request is not None and owned.ending is None:
+                self._abort(owned.request)
+
+    def fail(self, owned: OwnedRequest, kind: str, message: str) -> None:
+        """The request ends with an error that the caller is told."""
+        index = owned.request.num_output_tokens if owned.request is not None else 0
+        ending = Ending(FinishReason.ERROR, error_kind=kind, error=message)
+        self._push(owned, Delta(owned.client_request_id, index, [], ending=ending))
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            owned = output.request.owner
+            assert isinstance(owned, OwnedRequest)
+            if owned.cancelled:
+                continue
+            delta = Delta(owned.client_request_id, output.first_index, list(output.token_ids))
+            if output.token_ids and output.first_index == 0:
+                delta.sources = output.request.prompt_sources
+            if output.finish_reason is not None:
+                delta.ending = Ending(
+                    output.finish_reason, output.stop_token_id, output.error_kind, output.error
+                )
+                delta.sources = output.request.prompt_sources
+            self._push(owned, delta)
+
+    def _push(self, owned: OwnedRequest, delta: Delta) -> None:
+        gateway = owned.gateway
+        if delta.ending is not None:
+            owned.ending = delta.ending
+            asyncio.get_running_loop().call_later(self._grace_s, self._forget, owned)
+        if gateway.stream is None:
+            return  # told again from the request's own tokens when the gateway is back
+        unsent = gateway.outbox.get(delta.request_id)
+        if unsent is None:
+            gateway.outbox[delta.request_id] = delta
+        else:
+            self._metrics.merged.inc()
+            unsent.token_ids += delta.token_ids
+            unsent.sources = unsent.sources or delta.sources
+            unsent.ending = delta.ending
+        gateway.wake.set()
+
+    def _forget(self, owned: OwnedRequest) -> None:
+        if owned.gateway.owned.get(owned.client_request_id) is owned:
+            del owned.gateway.owned[owned.client_request_id]
+
+    def _resend(self, gateway: Gateway, client_request_id: str, next_index: int) -> None:
+        owned = gateway.owned.get(client_request_id)
+        if owned is None:
+            ending = Ending(FinishReason.ERROR, error_kind="not_found", error="unknown request")
+            gateway.outbox[client_request_id] = Delta(client_request_id, next_index, [], ending=ending)
+            return
+        request = owned.request
+        if request is None:
+            return
+        tokens = request.token_ids[request.num_prompt_tokens + next_index :]
+        if tokens or owned.ending is not None:
+            gateway.outbox[client_request_id] = Delta(
+                client_request_id, next_index, list(tokens), request.prompt_sources, owned.ending
+            )

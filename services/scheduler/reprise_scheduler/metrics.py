@@ -1,0 +1,310 @@
+"""Every metric of the scheduler: the engine's, under the reference's names, and its own."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from reprise_core.models import WorkerCapacity
+from reprise_core.requests import FinishReason
+from reprise_scheduler.sched.outputs import Counters, Output
+from reprise_scheduler.sched.request import Request
+from reprise_scheduler.sched.scheduler import Scheduler
+
+F = TypeVar("F", Gauge, Counter)
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+           40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+            40.0, 80.0)  # fmt: skip
+_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+              480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_COUNTS = (0, 1, 2, 5, 10, 20)
+
+_CACHE_CONFIG_LABELS = (
+    "_block_size_resolved", "block_size", "cache_dtype", "cache_hit_alignment_tokens",
+    "effective_attention_block_size", "enable_mamba_shared_prefix_checkpoint", "enable_prefix_caching",
+    "engine", "gpu_memory_utilization", "hash_block_size", "is_attention_free",
+    "kv_cache_dtype_skip_layers", "kv_cache_layout", "kv_cache_max_concurrency", "kv_cache_memory_bytes",
+    "kv_cache_size_tokens", "kv_offloading_backend", "kv_offloading_size", "kv_sharing_fast_prefill",
+    "mamba_block_size", "mamba_cache_dtype", "mamba_cache_mode", "mamba_page_size_padded",
+    "mamba_ssm_cache_dtype", "num_cpu_blocks", "num_gpu_blocks", "num_gpu_blocks_override",
+    "prefix_cache_retention_interval", "prefix_caching_hash_algo", "prefix_match_unit",
+    "replayssm_buffer_len", "skip_page_size_padded", "sliding_window", "swa_bounded_replay",
+    "use_kda_recoverssm", "use_replayssm", "user_specified_block_size",
+)  # fmt: skip
+
+
+_SOURCE_OF_TIER = {
+    "device": "device",
+    "host": "host",
+    "disk": "disk",
+    "external": "external_unspecified",
+    "p2p": "p2p",
+}
+
+
+class LinkMetrics:
+    """The worker's link."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "reprise_scheduler_worker_"
+        self.malformed = Counter(
+            prefix + "malformed_messages", "Messages that did not parse", registry=registry
+        )
+        self.stale = Counter(prefix + "stale_messages", "Messages of another session", registry=registry)
+        self.refused = Counter(prefix + "refusals", "Workers refused at hello", registry=registry)
+        self.sessions = Counter(prefix + "sessions", "Sessions opened", registry=registry)
+        self.lost = Counter(prefix + "losses", "Workers lost by silence", registry=registry)
+
+
+class EventMetrics:
+    """Batches on their way to the publisher."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "reprise_scheduler_event_"
+        self.batches = Counter(prefix + "batches", "Event batches sent", registry=registry)
+        self.events = Counter(prefix + "events", "Events sent", registry=registry)
+        self.dropped_batches = Counter(
+            prefix + "dropped_batches", "Event batches dropped because the queue was full", registry=registry
+        )
+
+
+class StreamMetrics:
+    """Gateways' streams."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "reprise_scheduler_"
+        self.gateways = Gauge(prefix + "gateways", "Gateways attached", registry=registry)
+        self.breaks = Counter(prefix + "stream_breaks", "Streams that ended", registry=registry)
+        self.grace_aborts = Counter(
+            prefix + "grace_aborts", "Requests aborted because no gateway came back", registry=registry
+        )
+        self.merged = Counter(
+            prefix + "merged_deltas", "Deltas merged because a gateway read slowly", registry=registry
+        )
+        self.rehashed = Counter(
+            prefix + "rehashed_prompts", "Prompts that came without hashes of this profile", registry=registry
+        )
+
+
+class EngineMetrics:
+    """The engine's metrics. Counters of tokens follow what the requests were admitted with."""
+
+    def __init__(self, registry: CollectorRegistry, *, model_name: str, engine: str) -> None:
+        self._registry = registry
+        self._names = {"model_name": model_name, "engine": engine}
+        self._label_names = tuple(self._names)
+        self._seen = Counters()
+
+        self._running = self._gauge("num_requests_running", "Requests in the running set")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the waiting queues")
+        by_reason = self._family(
+            Gauge, "num_requests_waiting_by_reason", "Waiting requests by reason", "reason"
+        )
+        self._waiting_capacity = by_reason.labels(**self._names, reason="capacity")
+        self._waiting_deferred = by_reason.labels(**self._names, reason="deferred")
+        self._usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
+
+        self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache")
+        self._hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache")
+        self._external_queries = self._counter(
+            "external_prefix_cache_queries", "Tokens asked of the connector"
+        )
+        self._external_hits = self._counter(
+            "external_prefix_cache_hits", "Tokens that the connector supplied"
+        )
+        self._preemptions = self._counter("num_preemptions", "Running requests put back into the queue")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that got through prefill")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was reused")
+        cached_by = self._family(
+            Counter, "prompt_tokens_cached_by_source", "Reused prompt tokens by tier", "source"
+        )
+        self._cached_by = {
+            tier: cached_by.labels(**self._names, source=source) for tier, source in _SOURCE_OF_TIER.items()
+        }
+        by_source = self._family(
+            Counter, "prompt_tokens_by_source", "Prompt tokens by origin of their KV", "source"
+        )
+        self._by_source = {
+            source: by_source.labels(**self._names, source=source)
+            for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+        }
+        success = self._family(Counter, "request_success", "Finished requests", "finished_reason")
+        self._success = {
+            reason: success.labels(**self._names, finished_reason=reason.value) for reason in FinishReason
+        }
+        success.labels(**self._names, finished_reason="repetition")
+
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens per engine step", _STEP_TOKENS)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "Time between two tokens", _TOKEN_S)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per generated token of a request", _TOKEN_S
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to finish", _REQUEST_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Time in the waiting queue", _REQUEST_S)
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "Time in the running state", _REQUEST_S
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Time of the prefill phase", _REQUEST_S
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "Time of the decode phase", _REQUEST_S)
+        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt length", _REQUEST_TOKENS)
+        self._output_length = self._histogram(
+            "request_generation_tokens", "Generated length", _REQUEST_TOKENS
+        )
+        self._max_output = self._histogram(
+            "request_max_num_generation_tokens",
+            "Longest generation among the parts of a request",
+            _REQUEST_TOKENS,
+        )
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "The max_tokens parameter", _REQUEST_TOKENS
+        )
+        self._n = self._histogram("request_params_n", "The n parameter", _COUNTS)
+        self._request_preemptions = self._histogram(
+            "request_num_preemptions", "Preemptions of a request", _COUNTS
+        )
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens computed anew per request", _REQUEST_TOKENS
+        )
+        rejections = Counter(
+            "vllm:admission_rejections",
+            "Requests turned away by queue limits",
+            ("model_name", "reason"),
+            registry=registry,
+        )
+        self.rejected = rejections.labels(model_name=model_name, reason="max_num_queued_reqs")
+        rejections.labels(model_name=model_name, reason="max_num_queued_tokens")
+        self._own_counters(registry)
+
+    def _own_counters(self, registry: CollectorRegistry) -> None:
+        prefix = "reprise_scheduler_"
+        self._own = {
+            field: Counter(prefix + field, text, registry=registry)
+            for field, text in (
+                ("loads_started", "Requests whose external blocks were asked for"),
+                ("load_failures", "Blocks that could not be loaded"),
+                ("external_wait_timeouts", "Requests that went on without the store's answer"),
+                ("saves_offered", "Blocks offered to the store"),
+                ("saves_dropped", "Blocks not saved because a queue was full"),
+                ("stale_results", "Step results that no step in flight waited for"),
+            )
+        }
+
+    # -- observing ----------------------------------------------------------------------------
+
+    def observe_plan(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._step_tokens.observe(num_tokens)
+
+    def observe_outputs(self, outputs: Iterable[Output], now_s: float) -> None:
+        for output in outputs:
+            request = output.request
+            self._generation_tokens.inc(len(output.token_ids))
+            if output.token_ids and request.last_token_s is None:
+                self._ttft.observe(now_s - request.arrival_s)
+                self._observe_prompt(request)
+            elif output.token_ids and request.last_token_s is not None:
+                self._itl.observe(now_s - request.last_token_s)
+            if output.token_ids:
+                request.last_token_s = now_s
+            if output.finish_reason is not None:
+                self.observe_finish(request, output.finish_reason, now_s)
+
+    def _observe_prompt(self, request: Request) -> None:
+        sources = request.prompt_sources
+        if sources is None:
+            return
+        self._prompt_tokens.inc(sources.prompt_tokens)
+        self._cached.inc(sources.cached)
+        for tier in ("device", "host", "disk", "external"):
+            self._cached_by[tier].inc(getattr(sources, tier))
+        external = sources.cached - sources.device
+        self._by_source["local_cache_hit"].inc(sources.device)
+        self._by_source["external_kv_transfer"].inc(external)
+        self._by_source["local_compute"].inc(sources.prompt_tokens - sources.cached)
+        self._computed.observe(sources.prompt_tokens - sources.cached)
+
+    def observe_finish(self, request: Request, reason: FinishReason, now_s: float) -> None:
+        self._success[reason].inc()
+        num_output = request.num_output_tokens
+        self._e2e.observe(now_s - request.arrival_s)
+        self._prompt_length.observe(request.num_prompt_tokens)
+        self._output_length.observe(num_output)
+        self._max_output.observe(num_output)
+        self._max_tokens.observe(request.sampling.max_tokens)
+        self._n.observe(1)
+        self._request_preemptions.observe(request.num_preemptions)
+        if request.first_scheduled_s is not None:
+            self._queue.observe(request.first_scheduled_s - request.arrival_s)
+            self._inference.observe(now_s - request.first_scheduled_s)
+        if request.first_scheduled_s is not None and request.first_token_s is not None:
+            decode_s = now_s - request.first_token_s
+            self._prefill.observe(request.first_token_s - request.first_scheduled_s)
+            self._decode.observe(decode_s)
+            if num_output > 1:
+                self._tpot.observe(decode_s / (num_output - 1))
+
+    def refresh(self, scheduler: Scheduler) -> None:
+        """Gauges, and counters that the pure part keeps as sums; called before every scrape."""
+        deferred = len(scheduler.connector.looking_up) + len(scheduler.loading)
+        self._running.set(len(scheduler.running))
+        self._waiting.set(scheduler.num_waiting)
+        self._waiting_capacity.set(len(scheduler.waiting))
+        self._waiting_deferred.set(deferred)
+        self._usage.set(scheduler.manager.usage)
+        stats = scheduler.manager.take_stats()
+        self._queries.inc(stats.queries)
+        self._hits.inc(stats.hits)
+        now, seen = scheduler.counters, self._seen
+        self._preemptions.inc(now.preemptions - seen.preemptions)
+        self._external_queries.inc(now.external_queried_tokens - seen.external_queried_tokens)
+        self._external_hits.inc(now.external_hit_tokens - seen.external_hit_tokens)
+        for field, counter in self._own.items():
+            counter.inc(getattr(now, field) - getattr(seen, field))
+        self._seen = now.copy()
+
+    def set_cache_config(self, capacity: WorkerCapacity, facts: Mapping[str, object]) -> None:
+        """`facts` fill labels of the info gauge; what does not apply here reads None."""
+        info = Gauge("vllm:cache_config_info", "Cache settings, in the labels", _CACHE_CONFIG_LABELS,
+                     registry=None)  # fmt: skip
+        labels: dict[str, object] = dict.fromkeys(_CACHE_CONFIG_LABELS)
+        labels |= {
+            "engine": self._names["engine"],
+            "block_size": capacity.block_size,
+            "_block_size_resolved": True,
+            "hash_block_size": capacity.block_size,
+            "effective_attention_block_size": capacity.block_size,
+            "num_gpu_blocks": capacity.num_blocks,
+            "kv_cache_memory_bytes": capacity.num_blocks * capacity.block_nbytes,
+            "kv_cache_size_tokens": (capacity.num_blocks - 1) * capacity.block_size,
+            **facts,
+        }
+        info.labels(**{name: str(value) for name, value in labels.items()}).set(1)
+        if self._info is not None:
+            self._registry.unregister(self._info)
+        self._registry.register(info)
+        self._info = info
+
+    _info: Gauge | None = None
+
+    # -- making families ----------------------------------------------------------------------
+
+    def _family(self, kind: type[F], name: str, text: str, extra: str) -> F:
+        return kind(f"vllm:{name}", text, (*self._label_names, extra), registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"vllm:{name}", text, self._label_names, registry=self._registry).labels(**self._names)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, self._label_names, registry=self._registry).labels(**self._names)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(f"vllm:{name}", text, self._label_names, buckets=buckets, registry=self._registry)
+        return family.labels(**self._names)

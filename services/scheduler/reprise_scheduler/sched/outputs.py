@@ -1,0 +1,38 @@
+"""What the scheduler hands back after a step."""
+
+from dataclasses import dataclass, replace
+
+from reprise_core.requests import FinishReason
+from reprise_scheduler.sched.request import Request
+
+
+@dataclass(slots=True)
+class Output:
+    """New tokens of one request, or its end, or both."""
+
+    request: Request
+    first_index: int
+    """Index of the first token among the request's output tokens."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error_kind: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running sums since the start; whoever exports them takes differences."""
+
+    preemptions: int = 0
+    external_queried_tokens: int = 0
+    external_hit_tokens: int = 0
+    loads_started: int = 0
+    load_failures: int = 0
+    external_wait_timeouts: int = 0
+    saves_offered: int = 0
+    saves_dropped: int = 0
+    stale_results: int = 0
+
+    def copy(self) -> "Counters":
+        return replace(self)

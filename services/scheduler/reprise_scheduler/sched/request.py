@@ -1,0 +1,149 @@
+"""One request's life, as the scheduler sees it.
+
+    WAITING ──► RUNNING ──► FINISHED
+       ▲  │        │
+       │  ▼        ▼
+       │ LOADING  PREEMPTED ──► (WAITING again, looked up again)
+       └───┘
+
+LOADING is the reference's WAITING_FOR_REMOTE_KVS: blocks are held, unhashed, until the load ends.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from reprise_core.extra_keys import LoraAdapter
+from reprise_core.hash_chain import HashChain
+from reprise_core.ids import BlockHash, RequestId
+from reprise_core.requests import FinishReason, PromptSources, SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Request:
+    """Mutable; only the scheduler changes it.
+
+    Invariants: `num_computed_tokens` <= number of tokens + `num_placeholders`; blocks are held only
+    while LOADING or RUNNING, or FINISHED with a load still in flight.
+    """
+
+    __slots__ = (
+        "admitted",
+        "arrival_s",
+        "block_hashes",
+        "cache_salt",
+        "chain",
+        "external_tiers",
+        "external_wait_until_s",
+        "finish_reason",
+        "first_scheduled_s",
+        "first_token_s",
+        "handle",
+        "junction_tokens",
+        "last_token_s",
+        "load_tokens",
+        "lora",
+        "num_computed_tokens",
+        "num_local_hit_tokens",
+        "num_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_saved_blocks",
+        "owner",
+        "priority",
+        "prompt_sources",
+        "report_full",
+        "request_id",
+        "sampling",
+        "sequence",
+        "skip_lookup",
+        "status",
+        "tenant",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        owner: object,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        chain: HashChain,
+        arrival_s: float,
+        sequence: int,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        lora: LoraAdapter | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.owner = owner
+        """Whoever submitted it; handed back with every output."""
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.sampling = sampling
+        self.chain = chain
+        self.block_hashes: list[BlockHash] = chain.hashes
+        self.arrival_s = arrival_s
+        self.sequence = sequence
+        self.priority = priority
+        self.tenant = tenant
+        self.cache_salt = cache_salt
+        self.lora = lora
+
+        self.status = RequestStatus.WAITING
+        self.handle = 0
+        """The worker's name of it; 0 while the worker does not have it."""
+        self.admitted = False
+        """Whether it holds blocks; a request that does is not looked up again."""
+        self.num_computed_tokens = 0
+        self.num_placeholders = 0
+        """Output tokens that steps in flight will bring."""
+        self.num_preemptions = 0
+        self.num_saved_blocks = 0
+        """Blocks from the front that were offered to the store or are known to be there."""
+        self.num_local_hit_tokens = 0
+        self.load_tokens = 0
+        """Tokens of the load in flight or done, after the local hit."""
+        self.external_tiers: tuple[str, ...] | None = None
+        """The connector's answer: per block from the front the tier that has it; None = not yet."""
+        self.external_wait_until_s: float | None = None
+        self.prompt_sources: PromptSources | None = None
+        """Set at the first admission that leads to compute."""
+        self.finish_reason: FinishReason | None = None
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        # What the cache manager reads beside tokens and hashes.
+        self.skip_lookup = False
+        self.report_full = False
+        self.junction_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Tokens that the next step would compute if nothing limited it."""
+        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def append_output(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.chain.append((token_id,))

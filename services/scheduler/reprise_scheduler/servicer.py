@@ -1,0 +1,259 @@
+"""gRPC in: `reprise.v1.Engine`. Decode, call, encode."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from reprise.v1 import engine_pb2 as pb
+from reprise.v1.engine_pb2_grpc import EngineServicer
+from reprise_core.errors import InvalidInput, RepriseError
+from reprise_core.extra_keys import HashInputs, LoraAdapter
+from reprise_core.ids import RequestId
+from reprise_core.requests import FinishReason, PromptSources, SamplingParams
+from reprise_scheduler.adapters.prompt_hasher import TokenizerHasher, profile_to_proto, split_digests
+from reprise_scheduler.engine_loop import EngineLoop
+from reprise_scheduler.gateway_streams import Delta, Ending, Gateway, GatewayStreams, OwnedRequest
+from reprise_scheduler.metrics import StreamMetrics
+from reprise_scheduler.sched.request import Request
+from reprise_scheduler.settings import SchedulerSettings
+
+_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+
+
+class EngineRpc(EngineServicer):
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        loop: EngineLoop,
+        streams: GatewayStreams,
+        hasher: TokenizerHasher,
+        metrics: StreamMetrics,
+        registry: CollectorRegistry,
+        *,
+        version: str,
+    ) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._streams = streams
+        self._hasher = hasher
+        self._metrics = metrics
+        self._registry = registry
+        self._version = version
+        self._sequence = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- the stream -----------------------------------------------------------------------------
+
+    async def Stream(
+        self, request_iterator: AsyncIterator[pb.StreamRequest], context: Any
+    ) -> AsyncIterator[pb.StreamResponse]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("kind") != "attach" or not first.attach.gateway_id:
+            raise InvalidInput("attach", "the first message of a stream must attach and name its gateway_id")
+        resume = {point.request_id: point.next_index for point in first.attach.resume}
+        gateway, token = self._streams.attach(first.attach.gateway_id, resume)
+        reader = asyncio.create_task(self._read(request_iterator, gateway))
+        try:
+            # The client learns at once that it is attached.
+            await context.send_initial_metadata(())
+            while (deltas := await self._streams.next_deltas(gateway, token)) is not None:
+                yield pb.StreamResponse(deltas=[_delta_to_proto(delta) for delta in deltas])
+        finally:
+            reader.cancel()
+            self._streams.detach(gateway, token)
+
+    async def _read(self, requests: AsyncIterator[pb.StreamRequest], gateway: Gateway) -> None:
+        async for message in requests:
+            kind = message.WhichOneof("kind")
+            if kind == "submit":
+                self._submit(gateway, message.submit)
+            elif kind == "abort":
+                self._streams.abort(gateway, message.abort.request_id)
+            elif kind == "finish":
+                self._finish(gateway, message.finish)
+
+    def _finish(self, gateway: Gateway, message: pb.Finish) -> None:
+        owned = gateway.owned.pop(message.request_id, None)
+        if owned is not None and owned.request is not None:
+            owned.cancelled = True
+            self._loop.finish(owned.request, FinishReason.STOP, num_output_tokens=message.num_output_tokens)
+
+    def _submit(self, gateway: Gateway, message: pb.Submit) -> None:
+        owned = self._streams.open(gateway, message.request_id)
+        if owned is None:
+            return  # repeated after a re-attach: the request is here already
+        try:
+            self._accept(owned, message)
+        except RepriseError as error:
+            self._streams.fail(owned, error.kind.value, str(error))
+
+    def _accept(self, owned: OwnedRequest, message: pb.Submit) -> None:
+        self._loop.require_scheduler()
+        profile = self._loop.profile
+        assert profile is not None
+        _check(message, self._loop)
+        if message.block_hashes.profile_id == profile.profile_id:
+            self._enqueue(owned, message, split_digests(message.block_hashes.digests, profile))
+        else:
+            self._metrics.rehashed.inc()
+            task = asyncio.create_task(self._hash_and_enqueue(owned, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _hash_and_enqueue(self, owned: OwnedRequest, message: pb.Submit) -> None:
+        profile = self._loop.profile
+        assert profile is not None
+        try:
+            hashes = await self._hasher.hash_prompt(
+                profile, message.token_ids, cache_salt=message.cache_salt, lora=_lora(message)
+            )
+            if not owned.cancelled:
+                self._enqueue(owned, message, hashes)
+        except RepriseError as error:
+            self._streams.fail(owned, error.kind.value, str(error))
+
+    def _enqueue(self, owned: OwnedRequest, message: pb.Submit, hashes: list[Any]) -> None:
+        hasher = self._loop.hasher
+        assert hasher is not None
+        lora, salt = _lora(message), message.cache_salt or None
+        token_ids = list(message.token_ids)
+        chain = hasher.resume(token_ids, hashes, HashInputs(lora=lora, cache_salt=salt))
+        sequence = next(self._sequence)
+        request = Request(
+            request_id=RequestId(f"{message.request_id}-{sequence}"),
+            owner=owned,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids) - message.num_output_tokens,
+            sampling=_sampling(message.sampling),
+            chain=chain,
+            arrival_s=time.monotonic(),
+            sequence=sequence,
+            priority=message.priority,
+            tenant=message.tenant,
+            cache_salt=salt,
+            lora=lora,
+        )
+        self._loop.submit(request)
+        owned.request = request
+        if message.timeout_s > 0:
+            asyncio.get_running_loop().call_later(message.timeout_s, self._expire, owned, message.timeout_s)
+
+    def _expire(self, owned: OwnedRequest, timeout_s: float) -> None:
+        if owned.request is not None and not owned.request.finished and not owned.cancelled:
+            self._loop.finish(owned.request, FinishReason.ERROR)
+            self._streams.fail(owned, "deadline", f"not finished within {timeout_s:g} s")
+
+    # -- unary ----------------------------------------------------------------------------------
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+        scheduler = self._loop.require_scheduler()
+        model, capacity, profile = self._loop.model, self._loop.capacity, self._loop.profile
+        assert model is not None
+        assert capacity is not None
+        assert profile is not None
+        return pb.GetInfoResponse(
+            engine_id=self._settings.engine_id,
+            model_name=model.name,
+            model_path=model.path,
+            max_model_len=scheduler.config.max_model_len,
+            block_size=capacity.block_size,
+            num_blocks=capacity.num_blocks,
+            hash_profile=profile_to_proto(profile),
+            model_fingerprint=model.fingerprint,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            enable_prefix_caching=self._settings.enable_prefix_caching,
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            version=self._version,
+        )
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Any
+    ) -> pb.ResetPrefixCacheResponse:
+        device, external = await self._loop.reset_prefix_cache(
+            preempt_running=request.reset_running_requests, reset_external=request.reset_external
+        )
+        return pb.ResetPrefixCacheResponse(device=device, external=external)
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
+        self._loop.refresh_metrics()
+        return pb.GetMetricsResponse(text=generate_latest(self._registry).decode())
+
+
+# -- wire to values and back ----------------------------------------------------------------------
+
+
+def _check(message: pb.Submit, loop: EngineLoop) -> None:
+    assert loop.model is not None
+    if not message.request_id:
+        raise InvalidInput("request_id", "is empty")
+    if not message.token_ids:
+        raise InvalidInput("token_ids", "is empty; at least one token is needed")
+    if message.num_output_tokens >= len(message.token_ids):
+        raise InvalidInput("num_output_tokens", f"{message.num_output_tokens} leave no prompt")
+    largest = max(message.token_ids)
+    if largest >= loop.model.vocab_size:
+        raise InvalidInput("token_ids", f"{largest} is outside the vocabulary of {loop.model.vocab_size}")
+    sampling = message.sampling
+    if sampling.max_tokens < 1:
+        raise InvalidInput("max_tokens", f"{sampling.max_tokens}, must be at least 1")
+    if not sampling.temperature >= 0:
+        raise InvalidInput("temperature", f"{sampling.temperature}, must be 0 or more")
+    if sampling.temperature > 0 and not 0 < sampling.top_p <= 1:
+        raise InvalidInput("top_p", f"{sampling.top_p}, must be above 0 and at most 1")
+
+
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        seed=message.seed if message.HasField("seed") else None,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def _lora(message: pb.Submit) -> LoraAdapter | None:
+    if not message.HasField("lora"):
+        return None
+    return LoraAdapter(name=message.lora.name, int_id=message.lora.int_id, path=message.lora.path)
+
+
+def _delta_to_proto(delta: Delta) -> pb.RequestDelta:
+    return pb.RequestDelta(
+        request_id=delta.request_id,
+        first_index=delta.first_index,
+        token_ids=delta.token_ids,
+        prompt_usage=_usage(delta.sources) if delta.sources is not None else None,
+        finished=_finished(delta.ending) if delta.ending is not None else None,
+    )
+
+
+def _usage(sources: PromptSources) -> pb.PromptUsage:
+    return pb.PromptUsage(
+        prompt_tokens=sources.prompt_tokens,
+        device_tokens=sources.device,
+        host_tokens=sources.host,
+        disk_tokens=sources.disk,
+        external_tokens=sources.external,
+    )
+
+
+def _finished(ending: Ending) -> pb.Finished:
+    error = pb.ErrorDetail(kind=ending.error_kind, message=ending.error) if ending.error_kind else None
+    return pb.Finished(reason=_REASONS[ending.reason], stop_token_id=ending.stop_token_id, error=error)

@@ -1,0 +1,37 @@
+"""What a worker says of the model it holds and of the blocks it can keep."""
+
+import msgspec
+
+
+class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that share one block table."""
+
+    kind: str
+    """full_attention or sliding_window."""
+    block_size: int
+    num_layers: int
+    window_tokens: int | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """The name that clients ask for."""
+    path: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    """32 hexadecimal digits."""
+
+
+class WorkerCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    num_blocks: int
+    """Per group pool size, the null block included."""
+    block_size: int
+    block_nbytes: int
+    """Bytes of one block over all layers."""
+    groups: tuple[KvGroup, ...]
+    max_num_batched_tokens: int
+    """The worker's own limit on tokens in one step; the scheduler's budget is cut to it."""
