@@ -22,11 +22,12 @@ class SocketReader:
         self._socket = socket
         self._on_message = on_message
         self._max_burst = max_burst
+        self._file_descriptor = int(socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._file_descriptor, self._drain)
         self.kick()
 
     def kick(self) -> None:
@@ -35,7 +36,7 @@ class SocketReader:
 
     def stop(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._file_descriptor)
             self._loop = None
 
     def _drain(self) -> None:

@@ -17,19 +17,21 @@ from reprise_scheduler.adapters.prompt_hasher import TokenizerHasher
 from reprise_scheduler.adapters.worker_link import WorkerLink
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import GatewayStreams
-from reprise_scheduler.metrics import EngineMetrics, EventMetrics, LinkMetrics, StreamMetrics
+from reprise_scheduler.metrics import EngineMetrics, EventMetrics, LinkMetrics, StreamMetrics, step_overhead
+from reprise_scheduler.probe import OverheadProbe, Probe
 from reprise_scheduler.profile import check_shared_seed
 from reprise_scheduler.servicer import EngineRpc
 from reprise_scheduler.settings import SchedulerSettings
 
 
 class SchedulerApp:
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, probe: Probe | None = None) -> None:
         check_shared_seed(settings.prefix_caching_hash_algo, shared_store=bool(settings.store_address))
         self.registry = CollectorRegistry()
         self.readiness = Readiness()
         self.readiness.unmet("worker", f"waiting for a worker on {settings.workers_endpoint}")
         stream_metrics = StreamMetrics(self.registry)
+        probe = probe or OverheadProbe(step_overhead(self.registry).observe)
         self._events = (
             EventSender(
                 settings.publisher_endpoint,
@@ -62,11 +64,13 @@ class SchedulerApp:
             event_sink=self._events,
             external=self._external,
             deliver=self._streams.deliver,
+            probe=probe,
         )
         self._link = WorkerLink(
             settings.workers_endpoint,
             self._loop,
             LinkMetrics(self.registry),
+            probe,
             engine_id=settings.engine_id,
             timeout_s=settings.worker_timeout_s,
         )
@@ -78,6 +82,7 @@ class SchedulerApp:
             self._hasher,
             stream_metrics,
             self.registry,
+            probe,
             version=version(),
         )
         self._server = GrpcServer(
@@ -85,6 +90,10 @@ class SchedulerApp:
             services=[DESCRIPTOR.services_by_name["Engine"].full_name],
             add=lambda server: add_EngineServicer_to_server(servicer, server),  # type: ignore[no-untyped-call]
         )
+
+    @property
+    def num_running(self) -> int:
+        return len(self._loop.scheduler.running) if self._loop.scheduler is not None else 0
 
     async def start(self) -> None:
         await self._link.start()

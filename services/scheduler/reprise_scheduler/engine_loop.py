@@ -18,6 +18,7 @@ from reprise_runtime.logs import LimitedLog, get_logger
 from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
 from reprise_scheduler.metrics import EngineMetrics
 from reprise_scheduler.ports import EventSink, ExternalBlocks, PlanSink
+from reprise_scheduler.probe import Mark, Probe
 from reprise_scheduler.profile import HashProfile
 from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request
@@ -39,6 +40,7 @@ class EngineLoop:
         event_sink: EventSink | None,
         external: ExternalBlocks | None,
         deliver: Deliver,
+        probe: Probe,
     ) -> None:
         self._settings = settings
         self._readiness = readiness
@@ -46,6 +48,7 @@ class EngineLoop:
         self._event_sink = event_sink
         self._external = external
         self._deliver = deliver
+        self._probe = probe
         self._log = get_logger()
         self._limited = LimitedLog()
         self._plan_sink: PlanSink | None = None
@@ -158,8 +161,11 @@ class EngineLoop:
         assert self.scheduler is not None
         now_s = time.monotonic()
         outputs = self.scheduler.apply_result(result, now_s=now_s)
+        self._probe.mark(Mark.APPLIED)
         self._pump()
+        self._probe.mark(Mark.PUBLISHED)
         self._hand_out(outputs)
+        self._probe.mark(Mark.DELIVERED)
 
     def on_transfer(self, report: TransferReport) -> None:
         assert self.scheduler is not None
@@ -183,7 +189,9 @@ class EngineLoop:
         assert self.metrics is not None
         self._start_lookups(scheduler)
         while (plan := scheduler.plan_step(now_s=time.monotonic())) is not None:
+            self._probe.mark(Mark.PLANNED)
             self._plan_sink.send_plan(plan)
+            self._probe.mark(Mark.SENT)
             self.metrics.observe_plan(plan.num_tokens)
         self._start_lookups(scheduler)  # of requests that were preempted just now
         self._send_events()

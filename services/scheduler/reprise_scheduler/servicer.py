@@ -19,6 +19,7 @@ from reprise_scheduler.adapters.prompt_hasher import TokenizerHasher, profile_to
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import Delta, Ending, Gateway, GatewayStreams, OwnedRequest
 from reprise_scheduler.metrics import StreamMetrics
+from reprise_scheduler.probe import Mark, Probe
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.settings import SchedulerSettings
 
@@ -39,9 +40,11 @@ class EngineRpc(EngineServicer):
         hasher: TokenizerHasher,
         metrics: StreamMetrics,
         registry: CollectorRegistry,
+        probe: Probe,
         *,
         version: str,
     ) -> None:
+        self._probe = probe
         self._settings = settings
         self._loop = loop
         self._streams = streams
@@ -67,7 +70,9 @@ class EngineRpc(EngineServicer):
             # The client learns at once that it is attached.
             await context.send_initial_metadata(())
             while (deltas := await self._streams.next_deltas(gateway, token)) is not None:
-                yield pb.StreamResponse(deltas=[_delta_to_proto(delta) for delta in deltas])
+                response = pb.StreamResponse(deltas=[_delta_to_proto(delta) for delta in deltas])
+                self._probe.mark(Mark.HANDED_OVER)
+                yield response
         finally:
             reader.cancel()
             self._streams.detach(gateway, token)

@@ -12,6 +12,7 @@ from reprise_runtime.logs import LimitedLog, get_logger
 from reprise_runtime.zmq_sockets import SocketReader, bind
 from reprise_scheduler.metrics import LinkMetrics
 from reprise_scheduler.ports import WorkerEvents
+from reprise_scheduler.probe import Mark, Probe
 from reprise_wire.step_codec import (
     PROTOCOL_VERSION,
     SESSION_ID_NBYTES,
@@ -34,8 +35,16 @@ class WorkerLink:
     """One worker at a time: the newest hello wins, messages of any other session are dropped."""
 
     def __init__(
-        self, endpoint: str, events: WorkerEvents, metrics: LinkMetrics, *, engine_id: str, timeout_s: float
+        self,
+        endpoint: str,
+        events: WorkerEvents,
+        metrics: LinkMetrics,
+        probe: Probe,
+        *,
+        engine_id: str,
+        timeout_s: float,
     ) -> None:
+        self._probe = probe
         self._endpoint = endpoint
         self._events = events
         self._metrics = metrics
@@ -84,6 +93,7 @@ class WorkerLink:
     # -- messages -----------------------------------------------------------------------------
 
     def _on_message(self, frames: list[bytes]) -> None:
+        self._probe.mark(Mark.RECEIVED)
         identity, *rest = frames
         try:
             header = decode_header(rest)
@@ -105,7 +115,9 @@ class WorkerLink:
             return
         self._heard_s = time.monotonic()
         if header.kind == Kind.RESULT:
-            self._events.on_result(decode_body(header, frames, StepResult))
+            result = decode_body(header, frames, StepResult)
+            self._probe.mark(Mark.DECODED)
+            self._events.on_result(result)
         elif header.kind == Kind.TRANSFER:
             self._events.on_transfer(decode_body(header, frames, TransferReport))
         elif header.kind == Kind.HEARTBEAT:

@@ -6,12 +6,15 @@ whose blocks are larger than a hash block, give a block more than one entry.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from reprise_core.ids import BlockHash, BlockId, GroupId
 from reprise_scheduler.kv_cache.config import NULL_BLOCK
 from reprise_scheduler.kv_cache.event_log import EventLog
-from reprise_scheduler.kv_cache.free_queue import EvictionOrder, FreeQueue, LeastRecentlyUsed
+from reprise_scheduler.kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from reprise_scheduler.kv_cache.free_queue import FreeQueue
 from reprise_scheduler.kv_cache.hash_index import HashIndex
+from reprise_scheduler.kv_cache.observer import MAX_CLEARED, EntryObserver
 
 
 class BlockPool:
@@ -25,16 +28,20 @@ class BlockPool:
         *,
         num_blocks: int,
         num_groups: int = 1,
-        enable_caching: bool = True,
         events: EventLog,
-        order: EvictionOrder | None = None,
+        policy: EvictionPolicy | None = None,
+        observers: Sequence[EntryObserver] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.indexes = tuple(HashIndex() for _ in range(num_groups))
         self.ref_counts = [0] * num_blocks
-        self._queue = FreeQueue(num_blocks, order or LeastRecentlyUsed(num_blocks))
-        self._enable_caching = enable_caching
+        self.num_taken = 0
+        """Blocks handed out since the start: the clock by which the age of an eviction is told."""
+        # An empty policy is false, so it is compared with None.
+        order = LeastRecentlyUsed(num_blocks) if policy is None else policy
+        self._queue = FreeQueue(num_blocks, order)
         self._events = events
+        self._observers = tuple(observers)
         self._own: list[BlockHash | None] = [None] * num_blocks
         self._group_of = bytearray(num_blocks)
         # Only for own entries that cover less than their whole block: tokens covered from token 0 on.
@@ -54,6 +61,7 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[BlockId]:
         """Hands out blocks from the front of the queue; their entries go. The caller checked the number."""
         fresh, victims = self._queue.take(num_blocks)
+        self.num_taken += num_blocks
         ref_counts = self.ref_counts
         for block_id in fresh:
             ref_counts[block_id] = 1
@@ -171,11 +179,16 @@ class BlockPool:
     def _remove_entry(self, block_hash: BlockHash, block_id: BlockId, group_id: GroupId) -> None:
         self.indexes[group_id].discard(block_hash, block_id)
         self._events.removed(block_hash, group_id)
+        for observer in self._observers:
+            observer.removed(block_id, block_hash, group_id)
 
     def reset(self) -> bool:
         """Drops every entry, if no block is held; free blocks keep their places in the queue."""
         if len(self._queue) != self.num_blocks - 1:
             return False
+        for observer in self._observers:
+            entries = ((h, GroupId(i)) for i, index in enumerate(self.indexes) for h in index.first)
+            observer.clearing(list(islice(entries, MAX_CLEARED)))
         for index in self.indexes:
             index.clear()
         self._own = [None] * self.num_blocks

@@ -65,6 +65,14 @@ class KVCacheConfig:
     num_prefill_lookahead: int = 0
     """Prompt tokens that a draft head reads ahead of the position it works at."""
     dcp_world_size: int = 1
+    track_misses: bool = False
+    """Remember evictions and namespaces, so that `explain_miss` can say why a hit ended."""
+    verify_tokens: bool = False
+    """Keep each cached block's tokens and compare them on a hit."""
+    full_prompt_hit: bool = False
+    """Let a prompt whose blocks are all cached compute one token: its last block is copied."""
+    max_pinned_blocks: int = 0
+    """The most unlike blocks that pins may hold; 0 refuses every pin."""
     drops: tuple[bool, ...] = field(init=False)
     """Per group, whether the draft-head rule drops its last matched block."""
 
@@ -74,6 +82,7 @@ class KVCacheConfig:
         _at_least("max_in_flight_tokens", self.max_in_flight_tokens, 1)
         _at_least("dcp_world_size", self.dcp_world_size, 1)
         _at_least("num_prefill_lookahead", self.num_prefill_lookahead, 0)
+        _at_least("max_pinned_blocks", self.max_pinned_blocks, 0)
         if not 0.0 <= self.watermark < 1.0:
             raise InvalidInput("watermark", f"{self.watermark} is not in [0, 1)")
         if not 1 <= len(self.groups) <= 255:

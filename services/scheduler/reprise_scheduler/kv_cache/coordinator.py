@@ -52,7 +52,7 @@ class Coordinator:
         self._num_groups = len(groups)
         self._families = make_families(groups, indexes)
         self._hash_block_size = hash_block_size
-        self._alignment = scheduler_block_size if len(groups) > 1 else groups[0].block_size
+        self.alignment = scheduler_block_size if len(groups) > 1 else groups[0].block_size
 
     def longest_hit(self, block_hashes: Sequence[BlockHash], limit_tokens: int) -> PrefixHit:
         """The longest prefix of at most `limit_tokens` tokens.
@@ -122,7 +122,7 @@ class Coordinator:
                 max_blocks=max_blocks,
                 drops=drops,
                 block_size=size,
-                alignment=self._alignment,
+                alignment=self.alignment,
             )
         elif group.kind is GroupKind.SLIDING:
             found = sliding_hit(
@@ -132,7 +132,7 @@ class Coordinator:
                 run_blocks=ceil_div((group.window or 1) - 1, size) + drops,
                 drops=drops,
                 block_size=size,
-                alignment=self._alignment,
+                alignment=self.alignment,
             )
         else:
             skipped_blocks = group.skipped_tokens(limit_tokens) // size

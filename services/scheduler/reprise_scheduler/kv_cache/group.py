@@ -3,6 +3,9 @@
 from reprise_core.ids import GroupId
 from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
 
+NEVER = 1 << 62
+"""More tokens than any request has."""
+
 
 def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
@@ -49,6 +52,15 @@ class Group:
         if self.kind is GroupKind.CHUNKED:
             return num_computed // self.chunk * self.chunk
         return 0
+
+    def next_skip(self, num_computed: int) -> int:
+        """With how many tokens computed one block more than now is skipped; never = a huge number."""
+        if self.kind is GroupKind.FULL:
+            return NEVER
+        if self.kind is GroupKind.CHUNKED:
+            return (num_computed // self.chunk + 1) * self.chunk
+        skipped = self.skipped_tokens(num_computed) // self.block_size
+        return (skipped + 1) * self.block_size + self.window_retained
 
     def _max_admission_blocks(self, max_in_flight: int) -> int | None:
         """The most blocks one request can hold at once; None if its length alone decides."""

@@ -5,36 +5,54 @@ Pure: no clock, no I/O, no randomness. It never hashes; requests bring their blo
 
 from collections.abc import Sequence
 
+from reprise_core.errors import FailedPrecondition
 from reprise_core.ids import BlockHash, BlockId, GroupId, RequestId
 from reprise_core.kv_events import KvEvent
 from reprise_scheduler.kv_cache.block_pool import BlockPool
+from reprise_scheduler.kv_cache.block_tables import BlockTables
 from reprise_scheduler.kv_cache.caching import BlockCaching
-from reprise_scheduler.kv_cache.config import NULL_BLOCK, GroupKind, KVCacheConfig
+from reprise_scheduler.kv_cache.config import NULL_BLOCK, KVCacheConfig
 from reprise_scheduler.kv_cache.coordinator import Coordinator
 from reprise_scheduler.kv_cache.event_log import EventLog
-from reprise_scheduler.kv_cache.group import Group, ceil_div
-from reprise_scheduler.kv_cache.request import CachedRequest, PrefixHit, RequestBlocks
+from reprise_scheduler.kv_cache.eviction import EvictionPolicy
+from reprise_scheduler.kv_cache.group import Group
+from reprise_scheduler.kv_cache.miss_reasons import MissKind, MissReason, MissTracker
+from reprise_scheduler.kv_cache.pins import Pin, Pins
+from reprise_scheduler.kv_cache.prefix_lookup import PrefixLookup
+from reprise_scheduler.kv_cache.request import BlockCopy, CachedRequest, PrefixHit, RequestBlocks
 from reprise_scheduler.kv_cache.stats import PrefixCacheStats
+from reprise_scheduler.kv_cache.verification import TokenVerifier
 
 
 class KVCacheManager:
-    """Invariants (see `check_invariants`): a block's reference count is the number of tables it is
-    in, popped ones included; no table ever changes a place, except that blocks that left a window
-    become null.
+    """Invariant (see `check_invariants`): a block's reference count is the number of tables, pins and
+    pending copies it is in, popped tables included.
     """
 
     def __init__(
-        self, config: KVCacheConfig, *, enable_events: bool = False, integer_hashes: bool = True
+        self,
+        config: KVCacheConfig,
+        *,
+        enable_events: bool = False,
+        integer_hashes: bool = True,
+        eviction_policy: EvictionPolicy | None = None,
     ) -> None:
-        """`integer_hashes`: events name blocks by the low 64 bits of their hashes, else by all bytes."""
+        """`integer_hashes`: events name blocks by the low 64 bits of their hashes, else by all bytes.
+        `eviction_policy` was made for this pool; None = least recently used.
+        """
         self.config = config
         self._groups = tuple(Group(GroupId(i), spec, config) for i, spec in enumerate(config.groups))
         self._events = EventLog(enabled=enable_events, integer_hashes=integer_hashes)
+        self._verifier = TokenVerifier() if config.verify_tokens else None
+        self._misses = MissTracker(lambda: self._pool.num_taken) if config.track_misses else None
+        observing = eviction_policy if eviction_policy is not None and eviction_policy.observes else None
+        observers = [o for o in (self._verifier, self._misses, observing) if o is not None]
         self._pool = BlockPool(
             num_blocks=config.num_blocks,
             num_groups=len(self._groups),
-            enable_caching=config.enable_caching,
             events=self._events,
+            policy=eviction_policy,
+            observers=observers,
         )
         self._coordinator = Coordinator(
             self._groups,
@@ -42,29 +60,57 @@ class KVCacheManager:
             hash_block_size=config.hash_block_size,
             scheduler_block_size=config.scheduler_block_size,
         )
-        self._caching = BlockCaching(config, self._groups, self._pool, self._events)
-        self._requests: dict[RequestId, RequestBlocks] = {}
+        self._lookup = PrefixLookup(
+            self._coordinator,
+            self._groups,
+            self._pool.indexes,
+            verifier=self._verifier,
+            full_prompt_hit=config.full_prompt_hit,
+        )
+        self._caching = BlockCaching(
+            config, self._groups, self._pool, self._events, policy=observing, observers=observers
+        )
+        self._tables = BlockTables(self._groups, self._pool, observers)
+        self._pins = Pins(self._pool, max_blocks=config.max_pinned_blocks)
+        self._copies: list[BlockCopy] = []
         self._stats = PrefixCacheStats()
         self._water = int(config.watermark * config.num_blocks)
         self._no_hit = PrefixHit(blocks=((),) * len(self._groups), num_tokens=0)
-        first = self._groups[0]
-        single = len(self._groups) == 1 and first.kind is GroupKind.FULL and first.hashes_per_block == 1
-        self._single_block_size = first.block_size if single else 0
 
     # --- looking up ----------------------------------------------------------------------------
+
+    @property
+    def alignment(self) -> int:
+        """Hits are multiples of this many tokens (but for full-prompt hits)."""
+        return self._coordinator.alignment
 
     def lookup(self, request: CachedRequest) -> PrefixHit:
         """The longest reusable prefix. Changes no block and holds none."""
         if not self.config.enable_caching or request.skip_lookup:
             request.junction_tokens = 0
             return self._no_hit
-        hit = self._coordinator.longest_hit(request.block_hashes, len(request.token_ids) - 1)
+        hit = self._lookup.hit(request)
         request.junction_tokens = hit.junction
         if request.report_full and hit.num_tokens:
             for group, blocks in zip(self._groups, hit.blocks, strict=True):
                 if blocks:
                     self._events.stored(request, group, 0, len(blocks), block_size=group.block_size)
         return hit
+
+    def explain_miss(
+        self, request: CachedRequest, hit: PrefixHit, *, skip_rule: str = "every prompt position is needed"
+    ) -> MissReason:
+        """Why `hit`, just looked up, is not longer. Needs `track_misses`.
+
+        `skip_rule` is the caller's rule by which the request skips look-ups.
+        """
+        assert self._misses is not None, "explain_miss needs track_misses"
+        if not self.config.enable_caching:
+            return MissReason(MissKind.LOOKUP_SKIPPED, rule="prefix caching is off")
+        if request.skip_lookup:
+            return MissReason(MissKind.LOOKUP_SKIPPED, rule=skip_rule)
+        indexes = self._pool.indexes
+        return self._misses.explain(request, hit, self._groups, indexes, alignment=self.alignment)
 
     def record_admission(self, request: CachedRequest, num_hit_tokens: int) -> None:
         """Counts a request that starts now, with the tokens it did not have to compute."""
@@ -105,147 +151,84 @@ class KVCacheManager:
         Returns the new block ids per group, without adopted ones and those for external tokens. A
         refused call may have freed blocks that left a window; nothing else.
         """
-        state = self._requests.get(request.request_id)
-        if (
-            self._single_block_size
-            and state is not None
+        state = self._tables.find(request.request_id)
+        num_tokens = num_computed_tokens + num_new_tokens
+        if (  # Most answer steps need no block, fill none, and move no window over one.
+            state is not None
+            and num_tokens + num_lookahead_tokens <= state.capacity
+            and min(num_tokens, len(request.token_ids)) < state.next_cache
+            and num_computed_tokens - num_inflight_tokens < state.next_trim
             and not (is_admission or must_fit or reserved_blocks or hit or num_external_tokens)
-            and self._has_room(request, state, num_computed_tokens + num_new_tokens, num_lookahead_tokens)
         ):
-            return [[]]
-        max_model_len = self.config.max_model_len
-        holds_blocks = state is not None and any(state.tables)
-        num_computed = num_computed_tokens + num_external_tokens
-        adopted = self._no_hit.blocks
-        if hit is not None:
-            num_computed += hit.num_tokens
-            if not holds_blocks:
-                adopted = hit.blocks
+            return [[] for _ in self._groups]
+        tables, max_model_len = self._tables, self.config.max_model_len
+        adopting = hit if state is None or not any(state.tables) else None
+        adopted, sources = (adopting or self._no_hit).blocks, (adopting or self._no_hit).copy_sources
+        num_computed = num_computed_tokens + num_external_tokens + (hit.num_tokens if hit else 0)
         total = min(num_computed, max_model_len)
         water = self._water if is_admission and others_running else 0
         if must_fit:
             whole = min(len(request.token_ids), max_model_len)
-            if self._num_needed(state, adopted, whole, total, capped=True) + water > self._pool.num_free:
+            if tables.needed(state, adopted, whole, total, capped=True) > self._pool.num_free - water:
                 return None
         if state is not None:
-            self._trim(state, max(0, total - num_inflight_tokens))
+            tables.trim(state, max(0, total - num_inflight_tokens))
         slots = min(total + num_new_tokens + num_lookahead_tokens, max_model_len)
-        needed = self._num_needed(state, adopted, slots, num_computed, capped=False)
-        if needed + water > self._pool.num_free - reserved_blocks:
+        needed = tables.needed(state, adopted, slots, num_computed) + self._pool.count_free(sources)
+        if needed > self._pool.num_free - water - reserved_blocks:
             return None
-        if state is None or not holds_blocks:
-            state = self._adopt(request.request_id, adopted, num_computed, num_external_tokens)
-        new_blocks = [self._extend(state.tables[group.id], group, slots) for group in self._groups]
+        if state is None or not any(state.tables):
+            self._pool.touch(sources)
+            state = tables.adopt(request, adopted, num_computed, num_external_tokens)
+        new_blocks = tables.extend(state, slots)
+        for group, source in zip(self._groups, sources, strict=False):
+            self._copies.append(BlockCopy(group.id, source, new_blocks[group.id][0]))
+        known = min(total + num_new_tokens, len(request.token_ids))
         if self.config.enable_caching and not delay_caching:
-            self._caching.cache(request, state, min(total + num_new_tokens, len(request.token_ids)))
+            self._caching.cache(request, state, known)
+        self._note_quiet(state, known, max(0, total - num_inflight_tokens), cached=not delay_caching)
         return new_blocks
 
-    def _has_room(
-        self, request: CachedRequest, state: RequestBlocks, num_tokens: int, num_lookahead: int
-    ) -> bool:
-        """One full group: no block is needed and none gets full. Most answer steps are like this."""
-        size = self._single_block_size
-        return (
-            num_tokens + num_lookahead <= len(state.tables[0]) * size
-            and min(num_tokens, len(request.token_ids)) < (state.num_cached[0] + 1) * size
-        )
-
-    def _num_needed(
-        self,
-        state: RequestBlocks | None,
-        adopted: Sequence[Sequence[BlockId]],
-        num_tokens: int,
-        num_computed: int,
-        *,
-        capped: bool,
-    ) -> int:
-        """Free blocks that holding `num_tokens` tokens costs, hit blocks that are free included."""
-        needed = 0
-        for group in self._groups:
-            blocks = adopted[group.id]
-            required = ceil_div(num_tokens, group.block_size)
-            if capped and group.max_admission_blocks is not None:
-                required = min(required, group.max_admission_blocks)
-            skipped = group.skipped_tokens(num_computed) // group.block_size
-            present = max(skipped, len(blocks), len(state.tables[group.id]) if state else 0)
-            needed += max(required - present, 0)
-            if blocks:
-                needed += self._pool.count_free(blocks[skipped:])
-        return needed
-
-    def _adopt(
-        self,
-        request_id: RequestId,
-        adopted: Sequence[Sequence[BlockId]],
-        num_computed: int,
-        num_external_tokens: int,
-    ) -> RequestBlocks:
-        """Starts the request's tables with the hit, all of it before any block is taken."""
-        state = self._requests[request_id] = RequestBlocks(len(self._groups))
-        if not num_external_tokens and not any(adopted):
-            return state
-        for group in self._groups:
-            skipped = group.skipped_tokens(num_computed) // group.block_size
-            blocks = adopted[group.id][skipped:]
-            self._pool.touch(blocks)
-            table = state.tables[group.id]
-            table += [NULL_BLOCK] * skipped
-            table += blocks
-            state.num_cached[group.id] = len(table)
-        if num_external_tokens:
-            for group in self._groups:
-                self._extend(state.tables[group.id], group, num_computed)
-        return state
-
-    def _extend(self, table: list[BlockId], group: Group, num_tokens: int) -> list[BlockId]:
-        num_new = ceil_div(num_tokens, group.block_size) - len(table)
-        if num_new <= 0:
-            return []
-        new_blocks = self._pool.take(num_new)
-        table += new_blocks
-        return new_blocks
+    def _note_quiet(self, state: RequestBlocks, known: int, trimmed: int, *, cached: bool) -> None:
+        """Notes up to where further calls for this request have nothing to do."""
+        groups, tables = self._groups, state.tables
+        state.capacity = min(len(tables[group.id]) * group.block_size for group in groups)
+        state.next_trim = min(group.next_skip(trimmed) for group in groups)
+        state.next_cache = self._caching.next_change(known) if cached else 0
 
     def cache_blocks(self, request: CachedRequest, num_tokens: int) -> None:
         """Enters the request's full blocks up to token `num_tokens`, after a delayed allocation."""
-        state = self._requests.get(request.request_id)
+        state = self._tables.find(request.request_id)
         if state is not None and self.config.enable_caching:
             self._caching.cache(request, state, num_tokens)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Block copies that this step's plan must carry; after each planning, before the next.
+
+        Until then the sources are held, so that nothing of the same plan is written to them.
+        """
+        copies, self._copies = self._copies, []
+        self._pool.give_back([copy.source for copy in copies])
+        return copies
 
     # --- taking blocks back --------------------------------------------------------------------
 
     def free(self, request: CachedRequest) -> None:
-        """Returns the blocks, each table's last first, so that a prefix outlives its continuation."""
-        state = self._requests.pop(request.request_id, None)
-        if state is not None:
-            for table in state.tables:
-                self._pool.give_back(table[::-1])
+        """Returns the request's blocks."""
+        self._tables.free(request.request_id)
 
     def pop_blocks(self, request: CachedRequest) -> list[BlockId]:
         """Forgets the request but keeps its blocks held, until `free_popped` gets this list."""
-        state = self._requests.pop(request.request_id, None)
-        return [block_id for table in state.tables for block_id in table if block_id] if state else []
+        return self._tables.pop(request.request_id)
 
     def free_popped(self, block_ids: Sequence[BlockId]) -> None:
         self._pool.give_back(block_ids[::-1])
 
     def trim(self, request: CachedRequest, num_tokens: int) -> None:
         """Returns blocks that nothing reads any more when `num_tokens` tokens are done."""
-        state = self._requests.get(request.request_id)
+        state = self._tables.find(request.request_id)
         if state is not None:
-            self._trim(state, num_tokens)
-
-    def _trim(self, state: RequestBlocks, num_tokens: int) -> None:
-        for group in self._groups:
-            skipped = group.skipped_tokens(num_tokens) // group.block_size
-            table = state.tables[group.id]
-            returned = []
-            for place in range(min(skipped, len(table)) - 1, -1, -1):
-                if table[place] == NULL_BLOCK:
-                    break
-                returned.append(table[place])
-                table[place] = NULL_BLOCK
-            if returned:
-                self._pool.give_back(returned)
+            self._tables.trim(state, num_tokens)
 
     def evict(self, block_ids: Sequence[BlockId]) -> None:
         """Removes the hash entries of these blocks, in this order, held or not."""
@@ -253,11 +236,56 @@ class KVCacheManager:
             self._pool.unhash(block_id)
 
     def reset(self) -> bool:
-        """Drops every hash entry; False, and nothing done, while any block is held."""
+        """Drops every hash entry, and pins; False, and nothing done, while a request holds any block."""
+        if self._pins.holds_all_used():
+            for pin in self._pins.all():
+                self._pins.remove(pin.pin_id)
         if not self._pool.reset():
             return False
         self._stats.reset = True
         return True
+
+    # --- pins ----------------------------------------------------------------------------------
+
+    def pin_prefix(
+        self, request: CachedRequest, *, num_tokens: int | None = None, expires_at: float | None = None
+    ) -> Pin | None:
+        """Keeps the cached blocks of the request's first `num_tokens` tokens (None = its prompt).
+
+        The request holds blocks now. `expires_at` is on the clock of `expire_pins`, in seconds or
+        steps as the caller likes. None = refused by `max_pinned_blocks`, or nothing is cached.
+        """
+        state = self._tables.find(request.request_id)
+        if state is None:
+            raise FailedPrecondition(f"request {request.request_id} holds no blocks that could be pinned")
+        if num_tokens is None:
+            num_tokens = request.num_prompt_tokens
+        pinned = []
+        for group in self._groups:
+            table = state.tables[group.id][: num_tokens // group.block_size]
+            pinned += [b for b in table if b and self._pool.own_hash(b) is not None]
+        if not pinned:
+            return None
+        return self._pins.add(pinned, tenant=request.tenant, num_tokens=num_tokens, expires_at=expires_at)
+
+    def unpin(self, pin_id: int) -> bool:
+        """False if there is no such pin, any more or at all."""
+        return self._pins.remove(pin_id)
+
+    def expire_pins(self, now: float) -> list[Pin]:
+        """Lets go of the pins whose time has come, and returns them."""
+        return self._pins.expire(now)
+
+    def pins(self) -> list[Pin]:
+        return self._pins.all()
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self._pins.num_blocks
+
+    @property
+    def num_pins_refused(self) -> int:
+        return self._pins.num_refused
 
     # --- asking --------------------------------------------------------------------------------
 
@@ -270,10 +298,14 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         return self._pool.num_free
 
+    @property
+    def num_collisions(self) -> int:
+        """Hits that verification refused: same hash, other tokens."""
+        return self._verifier.num_collisions if self._verifier else 0
+
     def block_ids(self, request_id: RequestId) -> tuple[list[BlockId], ...]:
         """Copies of the request's block tables, one per group; empty lists if it holds nothing."""
-        state = self._requests.get(request_id)
-        return tuple(map(list, state.tables)) if state else tuple([] for _ in self._groups)
+        return self._tables.copies(request_id)
 
     def block_hash_of(self, block_id: BlockId) -> BlockHash | None:
         """The hash of the block's own entry as it is now."""
@@ -302,12 +334,11 @@ class KVCacheManager:
         """Cost grows with the pool; for tests. Popped blocks must have been returned."""
         self._pool.check_invariants()
         holders = [0] * self.config.num_blocks
-        for state in self._requests.values():
-            for group, table in zip(self._groups, state.tables, strict=True):
-                assert state.num_cached[group.id] >= 0
-                for block_id in table:
-                    holders[block_id] += 1
+        self._tables.add_holders(holders)
+        self._pins.add_holders(holders)
+        for copy in self._copies:
+            holders[copy.source] += 1
         holders[NULL_BLOCK] = 0
-        assert holders == self._pool.ref_counts, "reference counts differ from the tables"
+        assert holders == self._pool.ref_counts, "reference counts differ from the holders"
         if not self.config.enable_caching:
             assert not any(index.first for index in self._pool.indexes)

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from reprise_core.extra_keys import LoraAdapter
-from reprise_core.ids import BlockHash, BlockId, RequestId
+from reprise_core.ids import BlockHash, BlockId, GroupId, RequestId
 
 
 class CachedRequest(Protocol):
@@ -42,6 +42,10 @@ class CachedRequest(Protocol):
     @property
     def cache_salt(self) -> str | None: ...
 
+    @property
+    def tenant(self) -> str:
+        """On whose behalf; empty without tenants."""
+
     junction_tokens: int
     """Set by every look-up: the longest prefix that some groups have but not all, 0 if none."""
 
@@ -58,13 +62,29 @@ class PrefixHit:
     blocks: tuple[tuple[BlockId, ...], ...]
     num_tokens: int
     junction: int = 0
+    copy_sources: tuple[BlockId, ...] = ()
+    """Only with `full_prompt_hit`: per group the block of the prompt's last tokens, which is not
+    adopted but copied; num_tokens is then the prompt's length less 1."""
+
+
+class BlockCopy(NamedTuple):
+    """Copy a whole block before this step computes anything."""
+
+    group_id: GroupId
+    source: BlockId
+    target: BlockId
 
 
 class RequestBlocks:
-    """Block tables of one request, one per group, and how many blocks of each count as cached."""
+    """Block tables of one request, one per group, and how many blocks of each count as cached.
 
-    __slots__ = ("num_cached", "tables")
+    Up to `capacity` tokens no table grows, below `next_cache` known tokens nothing new can be cached,
+    and below `next_trim` computed tokens no further block leaves a window.
+    """
+
+    __slots__ = ("capacity", "next_cache", "next_trim", "num_cached", "tables")
 
     def __init__(self, num_groups: int) -> None:
         self.tables: list[list[BlockId]] = [[] for _ in range(num_groups)]
         self.num_cached = [0] * num_groups
+        self.capacity = self.next_cache = self.next_trim = 0

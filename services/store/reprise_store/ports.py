@@ -1,0 +1,65 @@
+"""What the store needs from a place that keeps blocks.
+
+Two implementations pass one suite (tests/integration/test_store_backends.py): host memory and Redis.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from reprise_core.errors import ErrorKind, RepriseError
+from reprise_store.keys import Scope
+
+Value = bytes | memoryview
+"""One block as the worker encoded it; the store never looks inside."""
+
+
+class BackendDown(RepriseError):
+    """The place cannot be reached or cannot be used: connection, time-out, password, rights."""
+
+    kind = ErrorKind.UNAVAILABLE
+
+
+class BackendBusy(RepriseError):
+    """Our own limit on calls in flight held for too long; says nothing about the place's health."""
+
+    kind = ErrorKind.EXHAUSTED
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    found: list[bool]
+    """One per key asked for."""
+    generation: int | None
+    """Read after the keys, so the answer is true for it; None while the scope has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    values: list[Value | None]
+    generation: int | None
+    """Read after the values."""
+
+
+class Backend(Protocol):
+    """Blocks by key. Keys of one call belong to one scope; each carries its generation as text.
+
+    A value is written and read whole: no reader ever sees half of one. Every method may raise
+    BackendDown or BackendBusy.
+    """
+
+    async def exists(self, scope: Scope, keys: Sequence[str]) -> Presence: ...
+
+    async def get(self, scope: Scope, keys: Sequence[str]) -> Values: ...
+
+    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> list[bool]:
+        """Replaces what is there. False for each value that the place has no room for."""
+
+    async def ensure_generation(self, scope: Scope, proposal: int) -> int:
+        """The scope's generation; becomes `proposal` when there is none."""
+
+    async def advance_generation(self, scope: Scope, proposal: int) -> int:
+        """One more than before (than `proposal` when there was none), atomically."""
+
+    async def delete_stale(self, scope: Scope, generation: int) -> int:
+        """Deletes the scope's blocks of other generations, a little at a time; how many went."""

@@ -1,0 +1,132 @@
+"""A ZMQ DEALER with a thread of its own: the part that both links share.
+
+Only this thread touches the socket. Others leave work where the subclass finds it and call `wake`.
+Sends never wait; with ZMQ_IMMEDIATE a message for an absent peer is refused instead of queued.
+"""
+
+import contextlib
+import math
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+_MAX_FRAMES_PER_TURN = 64
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 10_000
+_RECONNECT_MS = 100
+_RECONNECT_MAX_MS = 1000
+
+
+class DealerThread:
+    """Subclasses implement `on_frames`, `on_connection` and `on_turn`, all called on the thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        name: str,
+        max_message_bytes: int,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._max_message_bytes = max_message_bytes
+        self._on_fatal = on_fatal
+        self._stopping = threading.Event()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._socket: zmq.Socket[bytes]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended and its socket is closed."""
+        self._stopping.set()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def wake(self) -> None:
+        """Makes the thread take its next turn now; any thread may call it."""
+        with contextlib.suppress(BlockingIOError):  # it is awake already
+            os.write(self._wake_write, b"\0")
+
+    def send(self, frames: Sequence[bytes | memoryview]) -> bool:
+        """On the thread only; False when the peer is away or its queue is full."""
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def on_frames(self, frames: list[zmq.Frame]) -> None:
+        raise NotImplementedError
+
+    def on_connection(self, connected: bool) -> None:
+        raise NotImplementedError
+
+    def on_turn(self) -> float:
+        """Sends what there is to send; answers in how many seconds it wants its next turn."""
+        raise NotImplementedError
+
+    def _live(self) -> None:
+        try:
+            self._socket = self._context.socket(zmq.DEALER)
+            try:
+                self._serve()
+            finally:
+                self._socket.disable_monitor()
+                self._socket.close(linger=0)
+        except BaseException as error:
+            self._on_fatal(error)
+
+    def _serve(self) -> None:
+        socket = self._socket
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        # A peer that vanished without closing (its machine, its address) is noticed, and its name is
+        # resolved again.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.connect(self._endpoint)
+        poller = zmq.Poller()
+        for source in (socket, monitor, self._wake_read):
+            poller.register(source, zmq.POLLIN)
+        while not self._stopping.is_set():
+            wait_s = self.on_turn()
+            poller.poll(max(0, math.ceil(wait_s * 1000)))
+            self._drain_wakes()
+            self._receive_connections(monitor)
+            self._receive_frames()
+        monitor.close(linger=0)
+
+    def _drain_wakes(self) -> None:
+        while select.select([self._wake_read], [], [], 0)[0]:
+            if len(os.read(self._wake_read, 4096)) < 4096:
+                return
+
+    def _receive_connections(self, monitor: zmq.Socket[bytes]) -> None:
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
+            self.on_connection(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def _receive_frames(self) -> None:
+        for _ in range(_MAX_FRAMES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.on_frames(frames)

@@ -1,0 +1,67 @@
+"""Every setting of the worker service."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from reprise_runtime.settings import ServiceSettings, settings_config
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+class WorkerSettings(ServiceSettings):
+    """Read from the environment, prefix REPRISE_WORKER_. Remote code in model folders never runs."""
+
+    service: ClassVar[str] = "worker"
+    model_config = settings_config("worker") | {"protected_namespaces": ()}
+
+    metrics_address: str = "127.0.0.1:9204"
+    model_path: str
+    """Folder with config.json, safetensors and tokenizer files; `reprise_worker.prepare` prints one."""
+    model_name: str = ""
+    """The name that clients ask for; empty: the folder's name."""
+    scheduler_endpoint: str = "tcp://127.0.0.1:5760"
+    store_endpoint: str = "tcp://127.0.0.1:5770"
+    """Where block bytes go; empty: no store, saves are dropped and loads fail as unavailable."""
+    namespace: str = Field(default="reprise", pattern=r"^[\w.-]+$")
+    """First part of every external key."""
+    rank: int = Field(default=0, ge=0)
+    world_size: int = Field(default=1, ge=1)
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: float32 on a CPU, the checkpoint's own on CUDA."""
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest sequence in tokens; 0: the model's own limit."""
+    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    """The worker's own limit on tokens in one step."""
+    num_threads: int = Field(default=0, ge=0)
+    """Threads of torch; 0: torch's default."""
+    gomp_spincount: int = Field(default=2000, ge=0)
+    """How long OpenMP threads spin before they sleep; small where other processes share the cores."""
+
+    block_size: int = Field(default=16, ge=1)
+    num_blocks: int = Field(default=0, ge=0)
+    """Blocks of the pool, the null block included; 0: from the memory budget."""
+    kv_memory_bytes: int = Field(default=0, ge=0)
+    """Memory budget of the KV cache; 0: a quarter of the free memory, at most 4 GiB, on a CPU; on CUDA
+    what `gpu_memory_utilization` of the device leaves beside weights and activations."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+
+    heartbeat_interval_s: float = Field(default=0.5, gt=0)
+    """Until the scheduler names another one; also how often HELLO is repeated."""
+    load_timeout_s: float = Field(default=5.0, gt=0)
+    """A load that takes longer is reported as failed, and its tokens are computed."""
+    save_timeout_s: float = Field(default=30.0, gt=0)
+    """A save without an answer for so long is counted as failed."""
+    save_staging_bytes: int = Field(default=256 * MIB, ge=1)
+    """Host memory for blocks on their way to the store; a save that finds it full is dropped."""
+    max_saves_in_flight: int = Field(default=32, ge=1)
+    """Blocks sent to the store and not yet answered."""
+    max_pending_loads: int = Field(default=1024, ge=1)
+    """Loads started and not yet ended; further ones fail as unavailable."""
+    max_load_blocks_in_flight: int = Field(default=64, ge=1)
+    """Blocks asked from the store and not yet answered, over all loads."""
+    fingerprint_cache_dir: str = ""
+    """Where the digest of the weights is kept when the model folder is read-only; empty: nowhere."""

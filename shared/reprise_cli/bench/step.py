@@ -1,0 +1,132 @@
+"""`reprise bench step`: what the split costs per step.
+
+The real scheduler service in this process; a null worker, a draining client and an event drain in
+processes of their own, over real ZMQ and gRPC sockets. Plan-ahead is off, so every step's overhead
+is on the path: the result's frames read -> the next plan's frames sent, and -> the step's tokens
+given to gRPC. The limit rows are the budget of the design.
+"""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import median
+
+from reprise_cli.bench.report import BenchRow
+from reprise_cli.ports import free_ports
+from reprise_scheduler.app import SchedulerApp
+from reprise_scheduler.probe import Mark
+from reprise_scheduler.settings import SchedulerSettings
+
+RUNNING = (1, 16, 64, 256)
+PROMPT_LENGTH = 1000
+WARM_UP_STEPS = 100
+STEPS = 1000
+LIMIT_MS = {50: 1.0, 99: 3.0}
+SHARES = (
+    ("decode", Mark.RECEIVED, Mark.DECODED),
+    ("apply", Mark.DECODED, Mark.APPLIED),
+    ("plan", Mark.APPLIED, Mark.PLANNED),
+    ("encode + send", Mark.PLANNED, Mark.SENT),
+    ("publish", Mark.SENT, Mark.PUBLISHED),
+    ("outboxes", Mark.PUBLISHED, Mark.DELIVERED),
+    ("to gRPC", Mark.DELIVERED, Mark.HANDED_OVER),
+)
+
+
+class Recorder:
+    """One list of moments per turn; a turn begins when a result is received."""
+
+    def __init__(self) -> None:
+        self.turns: list[list[float | None]] = []
+
+    def mark(self, mark: Mark) -> None:
+        if mark is Mark.RECEIVED:
+            self.turns.append([None] * len(Mark))
+        if self.turns:
+            self.turns[-1][mark] = time.perf_counter()
+
+    def spans_ms(self, start: Mark, end: Mark) -> list[float]:
+        return [
+            (turn[end] - turn[start]) * 1000  # type: ignore[operator]
+            for turn in self.turns
+            if turn[start] is not None and turn[end] is not None
+        ]
+
+
+def step_rows(*, running: Sequence[int] = RUNNING, steps: int = STEPS) -> list[BenchRow]:
+    rows: list[BenchRow] = []
+    for num_running in running:
+        recorder = asyncio.run(_measure(num_running, steps))
+        rows += _rows(num_running, recorder)
+    return rows
+
+
+def _rows(num_running: int, recorder: Recorder) -> Iterator[BenchRow]:
+    to_plan = recorder.spans_ms(Mark.RECEIVED, Mark.SENT)
+    to_grpc = recorder.spans_ms(Mark.RECEIVED, Mark.HANDED_OVER)
+    for percent, limit_ms in LIMIT_MS.items():
+        value = _percentile(to_plan, percent)
+        peer, peer_value = ("budget at 64 running", limit_ms) if num_running == 64 else ("", None)
+        yield BenchRow.lower_is_better(f"{num_running} running p{percent}", value, "ms", peer, peer_value)
+    for percent in LIMIT_MS:
+        yield BenchRow(f"{num_running} running to gRPC p{percent}", _percentile(to_grpc, percent), "ms")
+    for name, start, end in SHARES:
+        yield BenchRow(f"{num_running} running share {name}", median(recorder.spans_ms(start, end)), "ms")
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+async def _measure(num_running: int, steps: int) -> Recorder:
+    grpc_port, metrics_port, workers_port, intake_port = free_ports(4)
+    address = f"127.0.0.1:{grpc_port}"
+    settings = SchedulerSettings(
+        listen_address=address,
+        metrics_address=f"127.0.0.1:{metrics_port}",
+        workers_endpoint=f"tcp://127.0.0.1:{workers_port}",
+        publisher_endpoint=f"tcp://127.0.0.1:{intake_port}",
+        async_scheduling=False,
+        max_num_seqs=max(RUNNING),
+        max_num_batched_tokens=1 << 20,
+    )
+    recorder = Recorder()
+    app = SchedulerApp(settings, recorder)
+    await app.start()
+    with ExitStack() as stack:
+        stack.enter_context(_process("reprise_cli.bench.null_worker", settings.workers_endpoint))
+        stack.enter_context(_process("reprise_cli.bench.event_drain", settings.publisher_endpoint))
+        while not app.readiness.ready:
+            await asyncio.sleep(0.02)
+        client = ("reprise_cli.bench.drain_client", address, str(num_running), str(PROMPT_LENGTH))
+        stack.enter_context(_process(*client))
+        await _run_steps(app, recorder, num_running, steps)
+    await app.stop()
+    return recorder
+
+
+async def _run_steps(app: SchedulerApp, recorder: Recorder, num_running: int, steps: int) -> None:
+    while app.num_running < num_running:
+        await asyncio.sleep(0.02)
+    await _until_turns(recorder, len(recorder.turns) + WARM_UP_STEPS)
+    recorder.turns.clear()
+    await _until_turns(recorder, steps)
+
+
+async def _until_turns(recorder: Recorder, turns: int) -> None:
+    while len(recorder.turns) < turns:
+        await asyncio.sleep(0.05)
+
+
+@contextmanager
+def _process(module: str, *arguments: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()

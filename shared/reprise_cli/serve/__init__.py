@@ -1,0 +1,1 @@
+"""`reprise serve`: the whole system as local processes under a supervisor."""

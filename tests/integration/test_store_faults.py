@@ -1,0 +1,201 @@
+"""Redis away, slow, full, locked: the store stays up and ready, and recovers by itself."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reprise_core.errors import ErrorKind
+from reprise_wire.block_transfer import TransferKind
+from reprise_wire.error_codec import PeerError
+from reprise_wire.store_codec import StoreTier
+from support.store_harness import KEYSPACE, RunningStore, block_hash, block_hashes, keys_of, running_store
+from support.valkey_server import ValkeyProcess
+from support.waiting import until
+
+HOST, EXTERNAL = StoreTier.HOST, StoreTier.EXTERNAL
+TIMEOUT_S = 0.2
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyProcess]:
+    server = ValkeyProcess(tmp_path)
+    yield server
+    server.kill()
+
+
+async def save_and_load(store: RunningStore, start: int, num_blocks: int = 4) -> None:
+    """A round trip that must work whatever Redis does."""
+    hashes = block_hashes(num_blocks, start)
+    generation = (await store.client.lookup(KEYSPACE, [0], hashes)).generation
+    saved = await store.peer.save(generation, keys_of(hashes), [b"v" * 1000] * num_blocks)
+    assert saved.accepted == (True,) * num_blocks
+    lookup = await store.client.lookup(KEYSPACE, [0], hashes)
+    assert lookup.tiers == (HOST,) * num_blocks
+    _, values = await store.peer.load(lookup.generation, keys_of(hashes))
+    assert values == [b"v" * 1000] * num_blocks
+
+
+async def test_redis_may_come_later(server: ValkeyProcess) -> None:
+    async with running_store(redis_url=server.url) as store:
+        assert store.app.readiness.ready
+        await save_and_load(store, 0)
+        before = await store.client.lookup(KEYSPACE, [0], block_hashes(4))
+        with pytest.raises(PeerError, match="redis") as caught:
+            await store.client.reset(KEYSPACE)
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+        server.start()
+        await store.until_redis_is(up=True)
+        # What was kept meanwhile stays: the fresh Redis takes over the store's own generation.
+        assert await store.client.lookup(KEYSPACE, [0], block_hashes(4)) == before
+        await save_and_load(store, 10)
+        await store.settled()
+        assert store.metric("saves_total", tier="external", outcome="written") >= 4
+        assert await store.client.reset(KEYSPACE) == before.generation + 1
+
+
+async def test_killed_and_started_again_in_the_middle(server: ValkeyProcess) -> None:
+    server.start()
+    async with running_store(redis_url=server.url, redis_timeout_s=TIMEOUT_S) as store:
+        await save_and_load(store, 0)
+        await store.settled()
+        loads = [
+            asyncio.ensure_future(store.client.lookup(KEYSPACE, [0], block_hashes(64, 1000 * i)))
+            for i in range(20)
+        ]
+        server.kill()
+        await asyncio.gather(*loads)
+        await save_and_load(store, 10)
+        await store.until_redis_is(up=False)
+        assert store.app.readiness.ready
+        assert (await store.client.lookup(KEYSPACE, [0], block_hashes(4))).tiers == (HOST,) * 4
+        await save_and_load(store, 20)
+        assert store.metric("breaker_state", breaker="calls") in (1, 2)
+        server.start()
+        started_s = asyncio.get_running_loop().time()
+        await store.until_redis_is(up=True)
+        assert asyncio.get_running_loop().time() - started_s < 2
+        # It came back empty: nobody knows what was reset meanwhile, so all begins anew.
+        await save_and_load(store, 30)
+        await store.settled()
+        written = store.metric("saves_total", tier="external", outcome="written")
+        await save_and_load(store, 40)
+        await store.settled()
+        assert store.metric("saves_total", tier="external", outcome="written") == written + 4
+
+
+async def test_a_server_that_hangs_costs_one_timeout_and_then_nothing(server: ValkeyProcess) -> None:
+    server.start()
+    async with running_store(
+        redis_url=server.url, redis_timeout_s=TIMEOUT_S, breaker_failures=2, breaker_cooldown_s=0.5
+    ) as store:
+        await save_and_load(store, 0)
+        await store.settled()
+        generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
+        server.pause()
+        await save_and_load(store, 10)
+        await store.until_redis_is(up=False)
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        await save_and_load(store, 20)
+        assert loop.time() - started_s < TIMEOUT_S
+        server.resume()
+        await store.until_redis_is(up=True)
+        # Still the same server, so what it had is still good.
+        lookup = await store.client.lookup(KEYSPACE, [0], block_hashes(4))
+        assert (lookup.generation, lookup.tiers) == (generation, (HOST,) * 4)
+
+
+async def test_loads_in_flight_when_it_hangs_come_back_empty(server: ValkeyProcess) -> None:
+    server.start()
+    async with running_store(redis_url=server.url, redis_timeout_s=TIMEOUT_S, capacity_bytes=0) as store:
+        generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
+        await store.peer.save(generation, keys_of(block_hashes(2)), [b"v"] * 2)
+        await store.settled()
+        server.pause()
+        answer, values = await store.peer.load(generation, keys_of(block_hashes(2)))
+        assert (answer.kind, values) == (TransferKind.LOADED, [b"", b""])
+        server.resume()
+        await store.until_redis_is(up=True)
+        _, values = await store.peer.load(generation, keys_of(block_hashes(2)))
+        assert values == [b"v"] * 2
+
+
+async def test_wrong_password_and_the_right_one_later(tmp_path: Path) -> None:
+    server = ValkeyProcess(tmp_path, password="before").start()
+    try:
+        async with running_store(redis_url=server.url, redis_timeout_s=TIMEOUT_S) as store:
+            await save_and_load(store, 0)
+            await store.settled()
+            server.kill()
+            server.password = "after"
+            server.start()
+            await store.until_redis_is(up=False)
+            await asyncio.sleep(0.5)
+            assert not (await store.client.stats()).redis_connected
+            assert store.app.readiness.ready
+            await save_and_load(store, 10)
+            assert store.metric("redis_failures_total", kind="down") > 0
+            server.kill()
+            server.password = "before"
+            server.start()
+            await store.until_redis_is(up=True)
+            await save_and_load(store, 20)
+    finally:
+        server.kill()
+
+
+async def test_a_full_redis_takes_no_saves_and_still_serves(tmp_path: Path) -> None:
+    server = ValkeyProcess(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction").start()
+    try:
+        async with running_store(redis_url=server.url, capacity_bytes=1_000_000) as store:
+            generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
+            for number in range(60):
+                await store.peer.save(generation, keys_of([block_hash(number)]), [b"x" * 100_000])
+            await store.settled()
+            assert store.metric("saves_dropped_total", reason="no_room") > 0
+            assert store.metric("breaker_state", breaker="writes") > 0
+            # Reads are not the worse for it.
+            assert store.metric("breaker_state", breaker="calls") == 0
+            assert (await store.client.lookup(KEYSPACE, [0], [block_hash(0)])).tiers == (EXTERNAL,)
+            assert (await store.client.lookup(KEYSPACE, [0], [block_hash(59)])).tiers == (HOST,)
+            # Room again: writing goes on by itself.
+            await store.app._redis._client.execute_command("CONFIG", "SET", "maxmemory", "100mb")
+            await asyncio.sleep(0.3)
+            await store.peer.save(generation, keys_of([block_hash(100)]), [b"x" * 100_000])
+            await until(lambda: store.metric("breaker_state", breaker="writes") == 0)
+    finally:
+        server.kill()
+
+
+async def test_a_slow_redis_keeps_memory_bounded(server: ValkeyProcess) -> None:
+    server.start()
+    limit_bytes = 2_000_000
+    async with running_store(
+        redis_url=server.url,
+        redis_timeout_s=TIMEOUT_S,
+        capacity_bytes=1_000_000,
+        save_queue_bytes=limit_bytes,
+        redis_chunk_bytes=500_000,
+    ) as store:
+        generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
+        server.pause()
+        for number in range(100):
+            await store.peer.save(generation, keys_of([block_hash(number)]), [b"x" * 100_000])
+            assert store.metric("save_queue_bytes") <= limit_bytes
+        assert (await store.client.stats()).dropped_saves > 0
+        server.resume()
+        await store.settled()
+        await store.until_redis_is(up=True)
+        await save_and_load(store, 1000)
+
+
+async def test_a_stop_writes_what_is_queued(server: ValkeyProcess) -> None:
+    server.start()
+    hashes = block_hashes(50)
+    async with running_store(redis_url=server.url) as store:
+        generation = (await store.client.lookup(KEYSPACE, [0], hashes)).generation
+        await store.peer.save(generation, keys_of(hashes), [b"x" * 100_000] * 50)
+    async with running_store(redis_url=server.url) as after:
+        assert (await after.client.lookup(KEYSPACE, [0], hashes)).tiers == (EXTERNAL,) * 50

@@ -1,0 +1,233 @@
+"""The scheduler against a simulated worker in virtual time: random arrivals, cancels, short pools,
+slow and failing loads, resets, lost workers. Invariants after each step; every output is right."""
+
+import os
+import random
+from collections import deque
+
+import pytest
+
+from reprise_core.hash_algorithms import HashAlgorithm
+from reprise_core.hash_chain import BlockHasher
+from reprise_core.ids import RequestId
+from reprise_core.none_hash import none_hash
+from reprise_core.requests import FinishReason, SamplingParams
+from reprise_scheduler.kv_cache.config import GroupSpec, KVCacheConfig
+from reprise_scheduler.sched.config import SchedulerConfig, SchedulingPolicy
+from reprise_scheduler.sched.request import Request, RequestStatus
+from reprise_scheduler.sched.scheduler import Scheduler
+from support.sim_worker import VOCAB, SimStore, SimWorker, expected_output
+
+SEEDS = int(os.environ.get("REPRISE_SIM_SEEDS", "40"))
+ROOT = none_hash(HashAlgorithm.XXHASH_CBOR, "7")
+
+
+class Simulation:
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.block_size = rng.choice([1, 2, 4, 8])
+        self.config = SchedulerConfig(
+            max_num_seqs=rng.choice([1, 3, 8, 32]),
+            max_num_batched_tokens=rng.choice([4, 16, 64, 256]),
+            max_model_len=rng.choice([40, 80, 160]),
+            max_num_waiting=1000,
+            long_prefill_token_threshold=rng.choice([0, 0, 3]),
+            policy=rng.choice(list(SchedulingPolicy)),
+            must_fit=rng.random() < 0.3,
+            async_scheduling=rng.random() < 0.6,
+            max_external_wait_s=5.0,
+            max_concurrent_loads=rng.choice([1, 4]),
+            max_saves_per_step=rng.choice([1, 8]),
+            max_pending_saves=rng.choice([2, 100]),
+        )
+        self.connector = rng.random() < 0.6
+        self.caching = rng.random() < 0.85
+        self.num_blocks = rng.choice([8, 20, 60, 200])
+        self.store = SimStore()
+        self.hasher = BlockHasher(
+            algorithm=HashAlgorithm.XXHASH_CBOR, block_size=self.block_size, none_hash=ROOT
+        )
+        self.scheduler = Scheduler(
+            self.config,
+            self.kv_config(),
+            enable_connector=self.connector and self.caching,
+            eos_token_ids=(3,),
+        )
+        self.worker = SimWorker(self.num_blocks, self.block_size, self.store)
+        self.plans = deque()
+        self.lookups = []
+        self.requests = []
+        self.outputs = {}
+        self.ended = {}
+        self.now_s = 0.0
+        self.sequence = 0
+        self.prefixes = [self.tokens(rng.randint(1, 60)) for _ in range(3)]
+
+    def kv_config(self) -> KVCacheConfig:
+        return KVCacheConfig(
+            num_blocks=self.num_blocks,
+            groups=(GroupSpec(block_size=self.block_size),),
+            enable_caching=self.caching,
+            watermark=self.rng.choice([0.0, 0.1]),
+        )
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(4, VOCAB) for _ in range(count)]
+
+    # -- what may happen ----------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        prefix = self.rng.choice(self.prefixes)
+        prompt = prefix[: self.rng.randint(0, len(prefix))] + self.tokens(self.rng.randint(1, 20))
+        prompt = prompt[: self.scheduler.config.max_model_len - 1]
+        if not prompt:
+            return
+        self.sequence += 1
+        chain = self.hasher.chain()
+        chain.append(prompt)
+        request = Request(
+            request_id=RequestId(f"r{self.sequence}"),
+            owner=None,
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(
+                max_tokens=self.rng.randint(1, 30), temperature=0.0, ignore_eos=self.rng.random() < 0.7
+            ),
+            chain=chain,
+            arrival_s=self.now_s,
+            sequence=self.sequence,
+            priority=self.rng.randint(0, 2),
+        )
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.outputs[request.sequence] = []
+
+    def step(self) -> None:
+        choices = [
+            (self.arrive, 4),
+            (self.execute, 12),
+            (self.answer_lookup, 6),
+            (self.finish_load, 6),
+            (self.cancel, 1),
+            (self.reset, 0.3),
+            (self.lose_worker, 0.2),
+        ]
+        action = self.rng.choices([c[0] for c in choices], [c[1] for c in choices])[0]
+        action()
+        self.now_s += self.rng.random()
+        self.plan()
+        self.check()
+
+    def plan(self) -> None:
+        while (plan := self.scheduler.plan_step(now_s=self.now_s)) is not None:
+            assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            assert len(plan.scheduled) == len({item.handle for item in plan.scheduled})
+            self.plans.append(plan)
+        self.lookups += self.scheduler.connector.take_lookups(self.now_s)
+
+    def execute(self) -> None:
+        if not self.plans:
+            return
+        result = self.worker.execute(self.plans.popleft())
+        for output in self.scheduler.apply_result(result, now_s=self.now_s):
+            tokens = self.outputs[output.request.sequence]
+            assert output.first_index == len(tokens)
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                self.end(output.request, output.finish_reason)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        assert request.sequence not in self.ended, "ended twice"
+        self.ended[request.sequence] = reason
+
+    def answer_lookup(self) -> None:
+        if not self.lookups:
+            return
+        request, attempt = self.lookups.pop(self.rng.randrange(len(self.lookups)))
+        tiers = []
+        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+            if block_hash not in self.store.blocks:
+                break
+            tiers.append(self.rng.choice(["host", "external"]))
+        generation = None if self.rng.random() < 0.1 else self.store.generation
+        self.scheduler.answer_lookup(request, attempt, tiers if generation else (), generation)
+
+    def finish_load(self) -> None:
+        if self.worker.loads:
+            load = self.rng.choice(self.worker.loads)
+            fails = self.rng.random() < 0.3
+            report = self.worker.end_load(load, lambda: fails and self.rng.random() < 0.4)
+            self.scheduler.end_load([report])
+
+    def cancel(self) -> None:
+        alive = [request for request in self.requests if request.sequence not in self.ended]
+        if alive:
+            request = self.rng.choice(alive)
+            self.scheduler.finish(request, FinishReason.ABORT)
+            self.end(request, FinishReason.ABORT)
+
+    def reset(self) -> None:
+        external = self.rng.random() < 0.5
+        if external and self.connector:
+            self.store.generation += 1
+            self.store.blocks.clear()
+            self.scheduler.connector.set_generation(self.store.generation)
+        self.scheduler.reset_prefix_cache(preempt_running=self.rng.random() < 0.7)
+
+    def lose_worker(self) -> None:
+        self.plans.clear()
+        self.scheduler.lose_worker()
+        self.worker = SimWorker(self.num_blocks, self.block_size, self.store)
+        for output in self.scheduler.open_session(self.config, self.kv_config(), (3,)):
+            self.end(output.request, output.finish_reason)
+
+    # -- what must hold -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        scheduler.manager.check_invariants()
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        alive = {request.sequence for request in scheduler.unfinished()}
+        assert alive == {r.sequence for r in self.requests if r.sequence not in self.ended}
+        for request in scheduler.running.values():
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens <= request.num_tokens + request.num_placeholders
+
+    def drain(self) -> None:
+        for _ in range(20_000):
+            if not self.scheduler.unfinished() and not self.plans and not self.worker.loads:
+                return
+            self.now_s += 0.5
+            self.answer_lookup()
+            self.finish_load()
+            self.plan()
+            self.execute()
+            self.check()
+        raise AssertionError(f"no progress: {[r.status for r in self.scheduler.unfinished()]}")
+
+    def check_outputs(self) -> None:
+        for request in self.requests:
+            tokens = self.outputs[request.sequence]
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            right = expected_output(prompt, len(tokens))
+            assert tokens == right, request.request_id
+            reason = self.ended[request.sequence]
+            if reason is FinishReason.LENGTH:
+                full = len(prompt) + len(tokens) >= self.scheduler.config.max_model_len
+                assert full or len(tokens) == request.sampling.max_tokens
+            if reason is FinishReason.STOP:
+                assert tokens[-1] == 3
+                assert not request.sampling.ignore_eos
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_request_ends_once_with_the_right_tokens(seed: int) -> None:
+    print(f"seed {seed}")
+    simulation = Simulation(seed)
+    for _ in range(400):
+        simulation.step()
+    simulation.drain()
+    simulation.check_outputs()
+    scheduler = simulation.scheduler
+    assert scheduler.manager.usage == 0.0
+    assert set(simulation.ended) == {request.sequence for request in simulation.requests}

@@ -1,0 +1,313 @@
+"""Saves and loads, without a socket: what is asked, what is written, what is reported."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from reprise_core.errors import DataLoss
+from reprise_core.ids import BlockHash
+from reprise_core.steps import BlockLoad, LoadReport, pack_ids, unpack_ids
+from reprise_wire.block_codec import encode_header
+from reprise_wire.block_transfer import (
+    TRANSFER_VERSION,
+    Keyspace,
+    TransferHeader,
+    TransferKind,
+    decode_transfer,
+    encode_transfer,
+)
+from reprise_worker.kv_cache import KvCache, LayerShape
+from reprise_worker.metrics import WorkerMetrics
+from reprise_worker.transfer import NoStore, TransferLimits, Transfers
+from support.runner_driver import block_save
+
+FINGERPRINT = "ab" * 16
+SESSION = b"s" * 16
+
+
+def hash_of(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(32, "big"))
+
+
+@dataclass
+class Sent:
+    header: TransferHeader
+    values: list[bytes]
+
+
+@dataclass
+class Bench:
+    """Transfers with a clock that stands still, a wire that remembers, and a list of reports."""
+
+    limits: TransferLimits
+    now_s: float = 0.0
+    connected: bool = True
+    sent: list[Sent] = field(default_factory=list)
+    reports: list[LoadReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.kv = KvCache(
+            [LayerShape(2, 8, 8)],
+            num_blocks=64,
+            block_size=4,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.kv.keys[0].copy_(torch.randn(self.kv.keys[0].shape))
+        self.transfers = Transfers(
+            self.kv,
+            keyspace=Keyspace("test", FINGERPRINT),
+            rank=0,
+            limits=self.limits,
+            metrics=WorkerMetrics(self.registry),
+            report=self.report,
+            clock=lambda: self.now_s,
+        )
+        self.transfers.begin_session(SESSION)
+
+    def report(self, session: bytes, reports: tuple[LoadReport, ...]) -> None:
+        assert session == SESSION
+        self.reports += reports
+
+    def send(self, frames: Sequence[bytes | memoryview]) -> bool:
+        if self.connected:
+            self.sent.append(Sent(decode_transfer(frames), [bytes(value) for value in frames[1:]]))
+        return self.connected
+
+    def pump(self) -> list[Sent]:
+        self.sent = []
+        self.transfers.pump(self.send)
+        return self.sent
+
+    def answer(self, sent: Sent, kind: TransferKind, values: Sequence[bytes] = (), **more: object) -> None:
+        keys = sent.header.keys if kind is TransferKind.LOADED else ()
+        header = TransferHeader(TRANSFER_VERSION, kind, sent.header.transfer_id, keys=keys, **more)  # type: ignore[arg-type]
+        self.transfers.receive([encode_transfer(header), *values])
+
+    def value(self, block_id: int, block_hash: BlockHash, fingerprint: str = FINGERPRINT) -> bytes:
+        """A block of the cache as another worker would have saved it."""
+        out = torch.empty(self.kv.block_nbytes, dtype=torch.uint8)
+        self.kv.export_block(block_id, out)
+        payload = out.numpy().tobytes()
+        identity = bytes.fromhex(fingerprint)
+        return encode_header(payload, block_hash=block_hash, num_tokens=4, fingerprint=identity) + payload
+
+    def load(self, blocks: Sequence[int], hashes: Sequence[BlockHash], handle: int = 7) -> None:
+        self.transfers.load([BlockLoad(handle, 0, pack_ids(blocks), tuple(hashes), 3)])
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"reprise_worker_{name}", labels) or 0.0
+
+
+def limits(**changes: float) -> TransferLimits:
+    standard = {
+        "staging_bytes": 16 * 1024,
+        "max_saves_in_flight": 4,
+        "max_pending_loads": 3,
+        "max_load_blocks_in_flight": 20,
+        "load_timeout_s": 5.0,
+        "save_timeout_s": 30.0,
+    }
+    return TransferLimits(**(standard | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(limits())
+
+
+def test_a_saved_block_loads_into_another(bench: Bench) -> None:
+    assert bench.transfers.save([block_save(5, hash_of(1), generation=9)]) == 0
+    bench.kv.keys[0][5].zero_()  # the next step may overwrite it at once
+    (saved,) = bench.pump()
+    assert saved.header.kind == TransferKind.SAVE
+    assert saved.header.generation == 9
+    assert saved.header.keyspace == Keyspace("test", FINGERPRINT)
+    bench.answer(saved, TransferKind.SAVED, accepted=(True,))
+    assert bench.metric("saves_total") == 1
+
+    bench.load([6], [hash_of(1)])
+    (asked,) = bench.pump()
+    assert (asked.header.kind, asked.header.generation) == (TransferKind.LOAD, 3)
+    bench.answer(asked, TransferKind.LOADED, saved.values)
+    assert bench.reports == [LoadReport(7, 0)]
+    assert bench.kv.keys[0][6].any()
+
+
+def test_loaded_bytes_are_the_saved_ones(bench: Bench) -> None:
+    original = bench.kv.keys[0][5].clone()
+    bench.transfers.save([block_save(5, hash_of(1))])
+    (saved,) = bench.pump()
+    assert saved.values == [bench.value(5, hash_of(1))]
+    bench.load([6], [hash_of(1)])
+    bench.answer(bench.pump()[0], TransferKind.LOADED, saved.values)
+    assert torch.equal(bench.kv.keys[0][6], original)
+
+
+def flip(value: bytes) -> bytes:
+    return value[:-1] + bytes([value[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda value: b"", "missing"),
+        (flip, "damaged"),
+        (lambda value: value[:-4], "damaged"),
+        (lambda value: value[:10], "damaged"),
+        (lambda value: b"XXXX" + value[4:], "foreign"),
+    ],
+)
+def test_a_bad_value_is_never_written(bench: Bench, change: Callable[[bytes], bytes], reason: str) -> None:
+    good, bad = bench.value(1, hash_of(1)), change(bench.value(2, hash_of(2)))
+    before = bench.kv.keys[0][21].clone()
+    bench.load([20, 21], [hash_of(1), hash_of(2)])
+    bench.answer(bench.pump()[0], TransferKind.LOADED, [good, bad])
+    assert bench.reports == [LoadReport(7, 0, pack_ids([21]), reason)]
+    assert torch.equal(bench.kv.keys[0][21], before)
+    assert torch.equal(bench.kv.keys[0][20], bench.kv.keys[0][1])
+    assert bench.metric("loads_failed_total", reason=reason) == 1
+
+
+def test_another_models_block_and_another_keys_block_are_refused(bench: Bench) -> None:
+    values = [bench.value(1, hash_of(1), fingerprint="cd" * 16), bench.value(2, hash_of(9))]
+    bench.load([20, 21], [hash_of(1), hash_of(2)])
+    bench.answer(bench.pump()[0], TransferKind.LOADED, values)
+    assert unpack_ids(bench.reports[0].failed_block_ids) == [20, 21]
+
+
+def test_a_refused_load_fails_as_a_whole(bench: Bench) -> None:
+    bench.load([20, 21], [hash_of(1), hash_of(2)])
+    bench.answer(bench.pump()[0], TransferKind.REFUSED, reason="generation")
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20, 21]), "refused")]
+
+
+def test_a_late_answer_is_not_written(bench: Bench) -> None:
+    before = bench.kv.keys[0][20].clone()
+    bench.load([20], [hash_of(1)])
+    (asked,) = bench.pump()
+    assert bench.transfers.next_deadline_s() == 5.0
+    bench.now_s = 5.0
+    bench.pump()
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20]), "timeout")]
+    bench.answer(asked, TransferKind.LOADED, [bench.value(1, hash_of(1))])
+    assert len(bench.reports) == 1
+    assert torch.equal(bench.kv.keys[0][20], before)
+
+
+def test_a_store_that_is_away_fails_loads_in_time(bench: Bench) -> None:
+    bench.connected = False
+    bench.load([20], [hash_of(1)])
+    assert bench.pump() == []
+    assert bench.transfers.has_unsent
+    bench.now_s = 5.0
+    bench.pump()
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20]), "unavailable")]
+    assert not bench.transfers.has_unsent
+
+
+def test_a_new_session_drops_the_loads_of_the_old_one(bench: Bench) -> None:
+    before = bench.kv.keys[0][20].clone()
+    bench.load([20], [hash_of(1)])
+    (asked,) = bench.pump()
+    bench.load([22], [hash_of(2)])
+    bench.transfers.begin_session(b"t" * 16)
+    bench.answer(asked, TransferKind.LOADED, [bench.value(1, hash_of(1))])
+    assert bench.pump() == []
+    assert bench.reports == []
+    assert torch.equal(bench.kv.keys[0][20], before)
+    assert bench.metric("loads_pending") == 0
+
+
+def test_full_staging_drops_and_counts(bench: Bench) -> None:
+    bench.connected = False
+    room = bench.transfers._rows.shape[0]
+    saves = [block_save(1, hash_of(number)) for number in range(room + 5)]
+    assert bench.transfers.save(saves) == 5
+    bench.pump()
+    assert bench.transfers.save(saves[:1]) == 1
+    assert bench.metric("saves_dropped_total", where="staging") == 6
+    bench.connected = True
+    bench.pump()  # four are sent, and their rows are free again
+    assert bench.transfers.save(saves[:3]) == 0
+
+
+def test_saves_in_flight_are_bounded_and_freed_by_answers_or_time(bench: Bench) -> None:
+    bench.transfers.save([block_save(1, hash_of(number)) for number in range(6)])
+    (first,) = bench.pump()
+    assert len(first.values) == 4
+    assert bench.pump() == []
+    bench.answer(first, TransferKind.SAVED, accepted=(True, True, False, True))
+    assert bench.metric("saves_total") == 3
+    assert bench.metric("saves_dropped_total", where="store") == 1
+    (second,) = bench.pump()
+    assert len(second.values) == 2
+    bench.now_s = 30.0
+    bench.pump()
+    assert bench.metric("saves_failed_total", reason="timeout") == 2
+    bench.answer(second, TransferKind.SAVED, accepted=(True, True))  # too late to count
+    assert bench.metric("saves_total") == 3
+
+
+def test_one_message_carries_one_generation(bench: Bench) -> None:
+    generations = [1, 1, 2, 1]
+    bench.transfers.save(
+        [block_save(1, hash_of(index), generation=value) for index, value in enumerate(generations)]
+    )
+    assert [(sent.header.generation, len(sent.values)) for sent in bench.pump()] == [(1, 2), (2, 1), (1, 1)]
+
+
+def test_a_long_load_goes_in_pieces_within_its_limit(bench: Bench) -> None:
+    hashes = [hash_of(number) for number in range(40)]
+    bench.load(range(20, 60), hashes)
+    first, second = bench.pump()
+    assert [len(sent.header.keys) for sent in (first, second)] == [16, 4]
+    bench.answer(first, TransferKind.LOADED, [bench.value(1, block_hash) for block_hash in hashes[:16]])
+    assert bench.reports == []
+    (third,) = bench.pump()
+    bench.answer(second, TransferKind.LOADED, [bench.value(2, block_hash) for block_hash in hashes[16:20]])
+    bench.answer(third, TransferKind.LOADED, [b""] * 16)
+    (fourth,) = bench.pump()
+    bench.answer(fourth, TransferKind.LOADED, [bench.value(3, block_hash) for block_hash in hashes[36:]])
+    assert bench.reports == [LoadReport(7, 0, pack_ids(range(40, 56)), "missing")]
+
+
+def test_too_many_loads_fail_at_once(bench: Bench) -> None:
+    for handle in range(5):
+        bench.load([20 + handle], [hash_of(handle)], handle=handle)
+    assert [(report.handle, report.reason) for report in bench.reports] == [
+        (3, "unavailable"),
+        (4, "unavailable"),
+    ]
+    assert bench.metric("loads_pending") == 3
+
+
+@pytest.mark.parametrize("kind", ["save", "load", "nonsense"])
+def test_what_a_store_never_says_is_malformed(bench: Bench, kind: str) -> None:
+    with pytest.raises(DataLoss):
+        bench.transfers.receive([encode_transfer(TransferHeader(TRANSFER_VERSION, kind, 1))])
+
+
+def test_keys_that_were_not_asked_fill_nothing(bench: Bench) -> None:
+    bench.load([20], [hash_of(1)])
+    bench.load([21], [hash_of(2)], handle=8)
+    first, second = bench.pump()
+    swapped = Sent(
+        TransferHeader(1, TransferKind.LOAD, first.header.transfer_id, keys=second.header.keys), []
+    )
+    bench.answer(swapped, TransferKind.LOADED, [bench.value(1, hash_of(2))])
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20]), "damaged")]
+
+
+def test_without_a_store_saves_are_dropped_and_loads_fail() -> None:
+    reports: list[tuple[bytes, tuple[LoadReport, ...]]] = []
+    metrics = WorkerMetrics(CollectorRegistry())
+    no_store = NoStore(metrics, lambda session, ended: reports.append((session, ended)))
+    no_store.begin_session(SESSION)
+    assert no_store.save([block_save(1, hash_of(1))]) == 1
+    no_store.load([BlockLoad(4, 0, pack_ids([9]), (hash_of(1),), 0)])
+    assert reports == [(SESSION, (LoadReport(4, 0, pack_ids([9]), "unavailable"),))]
