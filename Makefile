@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 STUBS := shared/reprise/v1
 
-.PHONY: help install serve chat demo test lint type format protos bench test-compose clean
+.PHONY: help install serve chat demo test lint type format protos accel bench test-compose clean
 .DEFAULT_GOAL := help
 
 help: ## What there is to make
@@ -30,7 +30,12 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --progress-bar on $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/pip install --progress-bar on --editable '.[dev,serve]'
+	@PYTHON=$(BIN)/python sh shared/reprise_core/_accel/build.sh >/dev/null 2>&1 \
+	  && echo "Built the hashing accelerator." || echo "No C compiler: hashing stays pure Python."
 	@touch $@
+
+accel: install ## Build the hashing accelerator again (make install tries to)
+	PYTHON=$(BIN)/python sh shared/reprise_core/_accel/build.sh
 
 serve: install ## Run the whole system; MODEL=hugging-face-id-or-path
 	@$(BIN)/reprise serve $(ARGS)
@@ -65,7 +70,7 @@ protos: install ## Generate shared/reprise/v1 from protos/
 	  --grpc_python_out=$(STUBS_ROOT) protos/reprise/v1/*.proto
 
 bench: install ## Every benchmark, as tables
-	@for name in hashing hashing-append hashing-limit kv-cache; do $(BIN)/reprise bench $$name || exit 1; done
+	@for name in hashing hashing-append hashing-limit kv-cache step; do $(BIN)/reprise bench $$name || exit 1; done
 
 test-compose: install ## The system on Docker, built and run for real
 	tests/compose/run.sh

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from reprise_core.errors import RepriseError
+from reprise_core.errors import RepriseError, Unavailable
 from reprise_wire.error_codec import GRPC_CODES
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -51,8 +51,11 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Raises RuntimeError when the address is taken."""
-        self._server.add_insecure_port(self._address)
+        """Raises Unavailable naming the address when it cannot be listened on."""
+        try:
+            self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {self._address}: {error}") from error
         await self._server.start()
         await self.set_serving(serving=True)
 

@@ -3,7 +3,7 @@
     def main() -> None:
         run_service(StoreSettings, StoreApp)
 
-An app wires its concrete parts in `start` and undoes it in `stop`. SIGTERM and SIGINT end `run`;
+An app wires its concrete parts in `start` and undoes it in `stop`, during which `run` goes on. SIGTERM and SIGINT end `run`;
 a second signal, or a stop that exceeds the grace period, ends the process at once.
 """
 
@@ -58,6 +58,7 @@ async def _live(settings: S, make_app: Callable[[S], App]) -> int:
     health = HealthServer(settings.metrics_address, registry=app.registry, readiness=app.readiness)
     health.start()
     stopping = _stop_on_signals()
+    running: asyncio.Future[None] | None = None
     try:
         await app.start()
         log.info("started", metrics=settings.metrics_address)
@@ -66,13 +67,15 @@ async def _live(settings: S, make_app: Callable[[S], App]) -> int:
         await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()  # raises what ended it
-        running.cancel()
     finally:
         app.readiness.unmet("running", "stopping")
         try:
+            # `run` goes on meanwhile: its tasks may be what drains the queues.
             await asyncio.wait_for(app.stop(), settings.grace_period_s)
         except TimeoutError:
             log.warning("stop exceeded the grace period", grace_period_s=settings.grace_period_s)
+        if running is not None:
+            running.cancel()
         health.stop()
     log.info("stopped")
     return 0

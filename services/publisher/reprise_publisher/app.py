@@ -5,7 +5,6 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from reprise.v1.publisher_service_pb2_grpc import add_PublisherServiceServicer_to_server
-from reprise_core.errors import Unavailable
 from reprise_publisher.adapters.event_sockets import EventSockets, SocketOptions
 from reprise_publisher.metrics import PublisherMetrics
 from reprise_publisher.servicer import SERVICE_NAME, PublisherServicer
@@ -42,10 +41,7 @@ class PublisherApp:
         else:
             self._start_sockets(self.sockets)
         self.readiness.met("events")
-        try:
-            await self._grpc.start()
-        except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {self._settings.listen_address}: {error}") from error
+        await self._grpc.start()
         self.readiness.met("grpc")
 
     async def run(self) -> None:

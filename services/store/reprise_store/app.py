@@ -7,7 +7,6 @@ from time import monotonic
 from prometheus_client import CollectorRegistry
 
 from reprise.v1.store_service_pb2_grpc import add_StoreServiceServicer_to_server
-from reprise_core.errors import Unavailable
 from reprise_runtime.grpc_server import GrpcServer
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
@@ -74,10 +73,7 @@ class StoreApp:
     async def start(self) -> None:
         self.blocks_endpoint = self._blocks.bind()
         self.readiness.met("blocks")
-        try:
-            await self._grpc.start()
-        except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {self._settings.listen_address}: {error}") from error
+        await self._grpc.start()
         self.readiness.met("grpc")
         if self._external is None:
             self._log.info("no redis_url: blocks live in host memory alone")

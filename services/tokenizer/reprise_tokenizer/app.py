@@ -6,7 +6,6 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from reprise.v1.tokenizer_service_pb2_grpc import add_TokenizerServiceServicer_to_server
-from reprise_core.errors import Unavailable
 from reprise_runtime.grpc_server import GrpcServer
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
@@ -55,10 +54,7 @@ class TokenizerApp:
             services=[SERVICE_NAME],
             add=lambda server: add_TokenizerServiceServicer_to_server(servicer, server),  # type: ignore[no-untyped-call]
         )
-        try:
-            await self._grpc.start()
-        except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {settings.listen_address}: {error}") from error
+        await self._grpc.start()
         self.readiness.met("grpc")
 
     async def run(self) -> None:

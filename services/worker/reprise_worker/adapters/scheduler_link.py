@@ -2,9 +2,7 @@
 
 States: GREETING says HELLO at every interval until WELCOME; LIVE takes plans and sends results and
 heartbeats; RELEASING waits until the step thread has dropped an ended session's state. The newest
-WELCOME counts, in every state: the step thread takes events in order and drops what came before.
-A session
-ends when the scheduler says STALE, when the connection breaks (messages may be lost then), when
+WELCOME counts, in every state: the step thread takes events in order and drops what came before. A session ends when the scheduler says STALE, when the connection breaks (messages may be lost then), when
 plans come faster than the protocol allows, or when the step thread cannot go on with it.
 """
 
@@ -45,6 +43,8 @@ log = get_logger()
 
 # The scheduler has at most two plans in flight; more than this is no scheduler of ours.
 MAX_PLANS_IN_FLIGHT = 4
+# Services start in any order: a short wait is nothing to talk about.
+QUIET_WAIT_S = 5.0
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 CONDITION = "scheduler"
 
@@ -216,10 +216,11 @@ class SchedulerLink(DealerThread):
             beat = Heartbeat(last_step_id=self._last_step_id, busy=self._num_in_flight > 0)
             self.send(encode(Kind.HEARTBEAT, beat, session=self._session))
         elif self._state is _State.GREETING and not self.send(encode(Kind.HELLO, self._hello, session=b"")):
-            waited_s = now_s - self._greeting_since_s
-            self._limited.warning(
-                log, "waiting for the scheduler", endpoint=self._endpoint, waited_s=round(waited_s, 1)
-            )
+            waited_s = round(now_s - self._greeting_since_s, 1)
+            if waited_s >= QUIET_WAIT_S:
+                self._limited.warning(
+                    log, "waiting for the scheduler", endpoint=self._endpoint, waited_s=waited_s
+                )
 
     def _end_session(self, reason: str) -> None:
         log.warning("session ended", reason=reason, session=self._session.hex()[:8])
