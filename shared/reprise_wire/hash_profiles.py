@@ -7,6 +7,7 @@ from reprise.v1 import common_pb2 as pb
 from reprise_core.errors import InvalidInput
 from reprise_core.extra_keys import LoraAdapter
 from reprise_core.hash_algorithms import HashAlgorithm
+from reprise_core.hash_chain import BlockHasher
 from reprise_core.ids import BlockHash
 
 
@@ -18,6 +19,18 @@ class HashProfile:
     algorithm: HashAlgorithm
     hash_block_size: int
     none_hash: BlockHash
+
+    def hasher(self) -> BlockHasher:
+        return BlockHasher(
+            algorithm=self.algorithm, block_size=self.hash_block_size, none_hash=self.none_hash
+        )
+
+    def split(self, digests: bytes) -> list[BlockHash]:
+        """Packed hashes of this profile, one by one."""
+        size = self.algorithm.digest_nbytes
+        if len(digests) % size:
+            raise InvalidInput("block_hashes", f"{len(digests)} bytes are no multiple of {size}")
+        return [BlockHash(digests[start : start + size]) for start in range(0, len(digests), size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The scheduler service over real gRPC and ZMQ, with a simulated worker that checks every slot."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,6 +10,8 @@ import zmq
 from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
 from reprise_wire import step_codec
+from support.gateway_system import free_address, make_tokenizer
+from support.models import write_byte_level_model
 from support.scheduler_harness import GatewaySide, running_scheduler
 from support.sim_worker import expected_output
 from support.waiting import until
@@ -271,5 +274,29 @@ async def test_reset_needs_free_blocks_or_leave_to_preempt() -> None:
         assert answer.external
         await gateway.ended("a")
         assert gateway.requests["a"].token_ids == expected_output(prompt_of(1), 60)
+        await gateway.cut()
+        worker.stop()
+
+
+async def test_a_prompt_without_hashes_of_this_profile_is_hashed_by_the_tokenizer(tmp_path: Path) -> None:
+    address = free_address()
+    tokenizer = make_tokenizer(write_byte_level_model(tmp_path), address)
+    await tokenizer.start()
+    async with running_scheduler(tokenizer_address=address) as harness:
+        worker = ZmqWorker(harness.settings.workers_endpoint).start()
+        await harness.wait_for_worker()
+        gateway = await GatewaySide(harness).attach()
+        prompt = prompt_of(5, 20)
+        gateway.submit("hashed", prompt)
+        await gateway.ended("hashed")
+        foreign = common_pb2.ProfileHashes(profile_id="foreign", digests=b"x" * 32 * 5)
+        gateway.submit("foreign", prompt, block_hashes=foreign)
+        await gateway.ended("foreign")
+        assert gateway.requests["foreign"].usage.device_tokens == 16
+        assert await harness.metric("reprise_scheduler_rehashed_prompts_total") == 1
+        await tokenizer.stop()
+        gateway.submit("alone", prompt, block_hashes=foreign)
+        await gateway.ended("alone")
+        assert gateway.requests["alone"].finished.error.kind == "unavailable"
         await gateway.cut()
         worker.stop()

@@ -8,12 +8,11 @@ from reprise.v1.engine_pb2 import DESCRIPTOR
 from reprise.v1.engine_pb2_grpc import add_EngineServicer_to_server
 from reprise_core.models import ModelInfo
 from reprise_core.requests import FinishReason
-from reprise_runtime.grpc_server import GrpcServer
+from reprise_runtime.grpc_server import GrpcServer, channel
 from reprise_runtime.health import Readiness
 from reprise_runtime.version import version
 from reprise_scheduler.adapters.event_sender import EventSender
 from reprise_scheduler.adapters.external_blocks import StoreBlocks
-from reprise_scheduler.adapters.prompt_hasher import TokenizerHasher
 from reprise_scheduler.adapters.worker_link import WorkerLink
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import GatewayStreams
@@ -22,6 +21,7 @@ from reprise_scheduler.probe import OverheadProbe, Probe
 from reprise_scheduler.profile import check_shared_seed
 from reprise_scheduler.servicer import EngineRpc
 from reprise_scheduler.settings import SchedulerSettings
+from reprise_wire.clients.tokenizer import TokenizerClient
 
 
 class SchedulerApp:
@@ -47,7 +47,7 @@ class SchedulerApp:
             if settings.store_address
             else None
         )
-        self._hasher = TokenizerHasher(settings.tokenizer_address)
+        self._tokenizer = channel(settings.tokenizer_address)
         self._streams = GatewayStreams(
             stream_metrics,
             grace_s=settings.stream_grace_s,
@@ -79,7 +79,7 @@ class SchedulerApp:
             settings,
             self._loop,
             self._streams,
-            self._hasher,
+            TokenizerClient(self._tokenizer),
             stream_metrics,
             self.registry,
             probe,
@@ -112,4 +112,4 @@ class SchedulerApp:
             self._events.close()
         if self._external is not None:
             await self._external.close()
-        await self._hasher.close()
+        await self._tokenizer.close()

@@ -19,11 +19,12 @@ from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfi
 from reprise_scheduler.metrics import EngineMetrics
 from reprise_scheduler.ports import EventSink, ExternalBlocks, PlanSink
 from reprise_scheduler.probe import Mark, Probe
-from reprise_scheduler.profile import HashProfile
+from reprise_scheduler.profile import make_profile
 from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
 from reprise_scheduler.settings import SchedulerSettings
+from reprise_wire.hash_profiles import HashProfile
 
 Deliver = Callable[[Sequence[Output]], None]
 
@@ -118,7 +119,7 @@ class EngineLoop:
         else:
             outputs = self.scheduler.open_session(config, kv_config, model.eos_token_ids)
         self.model, self.capacity = model, capacity
-        self.profile = HashProfile.make(self._settings.prefix_caching_hash_algo, capacity.block_size)
+        self.profile = make_profile(self._settings.prefix_caching_hash_algo, capacity.block_size)
         self.hasher = self.profile.hasher()
         assert self.metrics is not None
         self.metrics.set_cache_config(capacity, self._cache_facts())

@@ -21,13 +21,6 @@ class ExternalBlocks(Protocol):
         """Clears the model's blocks in every tier; the new generation. Raises RepriseError."""
 
 
-class PromptHasher(Protocol):
-    async def hash_prompt(
-        self, token_ids: Sequence[int], *, cache_salt: str, lora: tuple[str, int, str] | None
-    ) -> list[BlockHash]:
-        """Hashes of the full blocks under this engine's profile. Raises RepriseError."""
-
-
 class EventSink(Protocol):
     def send(self, events: Sequence[KvEvent]) -> None:
         """Never blocks; what cannot be queued is dropped and leaves a gap."""

@@ -15,13 +15,14 @@ from reprise_core.errors import InvalidInput, RepriseError
 from reprise_core.extra_keys import HashInputs, LoraAdapter
 from reprise_core.ids import RequestId
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
-from reprise_scheduler.adapters.prompt_hasher import TokenizerHasher, profile_to_proto, split_digests
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import Delta, Ending, Gateway, GatewayStreams, OwnedRequest
 from reprise_scheduler.metrics import StreamMetrics
 from reprise_scheduler.probe import Mark, Probe
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.settings import SchedulerSettings
+from reprise_wire.clients.tokenizer import TokenizerClient
+from reprise_wire.hash_profiles import HashRequest, lora_from_proto, profile_to_proto
 
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -37,7 +38,7 @@ class EngineRpc(EngineServicer):
         settings: SchedulerSettings,
         loop: EngineLoop,
         streams: GatewayStreams,
-        hasher: TokenizerHasher,
+        hasher: TokenizerClient,
         metrics: StreamMetrics,
         registry: CollectorRegistry,
         probe: Probe,
@@ -108,7 +109,7 @@ class EngineRpc(EngineServicer):
         assert profile is not None
         _check(message, self._loop)
         if message.block_hashes.profile_id == profile.profile_id:
-            self._enqueue(owned, message, split_digests(message.block_hashes.digests, profile))
+            self._enqueue(owned, message, profile.split(message.block_hashes.digests))
         else:
             self._metrics.rehashed.inc()
             task = asyncio.create_task(self._hash_and_enqueue(owned, message))
@@ -119,11 +120,10 @@ class EngineRpc(EngineServicer):
         profile = self._loop.profile
         assert profile is not None
         try:
-            hashes = await self._hasher.hash_prompt(
-                profile, message.token_ids, cache_salt=message.cache_salt, lora=_lora(message)
-            )
+            hashing = HashRequest((profile,), message.cache_salt or None, _lora(message))
+            answer = await self._hasher.hash_tokens(message.token_ids, hashing)
             if not owned.cancelled:
-                self._enqueue(owned, message, hashes)
+                self._enqueue(owned, message, profile.split(answer[0].digests if answer else b""))
         except RepriseError as error:
             self._streams.fail(owned, error.kind.value, str(error))
 
@@ -234,9 +234,7 @@ def _sampling(message: pb.SamplingParams) -> SamplingParams:
 
 
 def _lora(message: pb.Submit) -> LoraAdapter | None:
-    if not message.HasField("lora"):
-        return None
-    return LoraAdapter(name=message.lora.name, int_id=message.lora.int_id, path=message.lora.path)
+    return lora_from_proto(message.lora) if message.HasField("lora") else None
 
 
 def _delta_to_proto(delta: Delta) -> pb.RequestDelta:
