@@ -11,12 +11,10 @@ from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
 from reprise.v1.engine_pb2_grpc import EngineStub
 from reprise_core.extra_keys import HashInputs
-from reprise_core.hash_algorithms import HashAlgorithm
-from reprise_core.hash_chain import BlockHasher
-from reprise_core.ids import BlockHash
 from reprise_runtime.grpc_server import channel
 from reprise_scheduler.app import SchedulerApp
 from reprise_scheduler.settings import SchedulerSettings
+from reprise_wire.hash_profiles import profile_from_proto
 from support.valkey_server import free_port
 from support.waiting import until
 
@@ -112,15 +110,10 @@ class SchedulerHarness:
 
     def hashes(self, prompt: list[int], salt: str = "") -> common_pb2.ProfileHashes:
         assert self.info is not None, "wait_for_worker first"
-        profile = self.info.hash_profile
-        hasher = BlockHasher(
-            algorithm=HashAlgorithm(profile.algorithm),
-            block_size=profile.hash_block_size,
-            none_hash=BlockHash(profile.none_hash),
-        )
-        chain = hasher.chain(HashInputs(cache_salt=salt or None))
+        profile = profile_from_proto(self.info.hash_profile)
+        chain = profile.hasher().chain(HashInputs(cache_salt=salt or None))
         chain.append(prompt)
-        return common_pb2.ProfileHashes(profile_id=profile.id, digests=b"".join(chain.hashes))
+        return common_pb2.ProfileHashes(profile_id=profile.profile_id, digests=b"".join(chain.hashes))
 
     async def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of that name whose labels are as given."""

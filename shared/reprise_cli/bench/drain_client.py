@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator
 from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
 from reprise.v1.engine_pb2_grpc import EngineStub
-from reprise_core.hash_algorithms import HashAlgorithm
-from reprise_core.hash_chain import BlockHasher
-from reprise_core.ids import BlockHash
 from reprise_runtime.grpc_server import channel
+from reprise_wire.hash_profiles import profile_from_proto
 
 MAX_TOKENS = 90_000
 
@@ -28,11 +26,7 @@ async def main(address: str, num_requests: int, prompt_length: int) -> None:
 async def _requests(
     profile: common_pb2.HashProfile, num_requests: int, prompt_length: int
 ) -> AsyncIterator[pb.StreamRequest]:
-    hasher = BlockHasher(
-        algorithm=HashAlgorithm(profile.algorithm),
-        block_size=profile.hash_block_size,
-        none_hash=BlockHash(profile.none_hash),
-    )
+    hasher = profile_from_proto(profile).hasher()
     yield pb.StreamRequest(attach=pb.Attach(gateway_id="bench"))
     for number in range(num_requests):
         prompt = [(number * 31 + i) % 40_000 for i in range(prompt_length)]
