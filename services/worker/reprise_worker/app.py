@@ -132,7 +132,7 @@ class WorkerApp:
                 block_nbytes=kv.block_nbytes,
                 # One group for now: a layer with a sliding window masks, and keeps all its blocks.
                 groups=(group,),
-                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_num_batched_tokens=settings.step_tokens(on_cuda=kv.keys[0].is_cuda),
             ),
         )
         return SchedulerLink(

@@ -69,10 +69,10 @@ def _cuda_budget(settings: WorkerSettings, model: PagedModel, backend: attention
 
 
 def _run_full_step(settings: WorkerSettings, model: PagedModel, backend: attention.AttentionBackend) -> None:
-    """A step of `max_num_batched_tokens` tokens in sequences as long as allowed, over a scratch cache
+    """A step of as many tokens as allowed in sequences as long as allowed, over a scratch cache
     of one sequence: what is written there does not matter."""
-    longest = settings.max_model_len or model.max_model_len or settings.max_num_batched_tokens
-    longest = min(longest, settings.max_num_batched_tokens)
+    step_tokens = settings.step_tokens(on_cuda=model.device.type == "cuda")
+    longest = min(settings.max_model_len or model.max_model_len or step_tokens, step_tokens)
     blocks = range(1, 1 - (-longest // settings.block_size))
     kv = KvCache(
         model.layers,
@@ -82,8 +82,8 @@ def _run_full_step(settings: WorkerSettings, model: PagedModel, backend: attenti
         device=model.device,
     )
     items = []
-    for start in range(0, settings.max_num_batched_tokens, longest):
-        length = min(longest, settings.max_num_batched_tokens - start)
+    for start in range(0, step_tokens, longest):
+        length = min(longest, step_tokens - start)
         items.append(ScheduledTokens(_scratch_request(length, blocks), 0, length, True))
     model.forward(make_batch(items, block_size=settings.block_size, device=model.device), kv, backend)
 

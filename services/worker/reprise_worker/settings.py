@@ -24,7 +24,7 @@ class WorkerSettings(ServiceSettings):
     scheduler_endpoint: str = "tcp://127.0.0.1:5760"
     store_endpoint: str = "tcp://127.0.0.1:5770"
     """Where block bytes go; empty: no store, saves are dropped and loads fail as unavailable."""
-    namespace: str = Field(default="reprise", pattern=r"^[\w.-]+$")
+    namespace: str = Field(default="reprise", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """First part of every external key."""
     rank: int = Field(default=0, ge=0)
     world_size: int = Field(default=1, ge=1)
@@ -34,8 +34,9 @@ class WorkerSettings(ServiceSettings):
     """auto: float32 on a CPU, the checkpoint's own on CUDA."""
     max_model_len: int = Field(default=0, ge=0)
     """Longest sequence in tokens; 0: the model's own limit."""
-    max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """The worker's own limit on tokens in one step."""
+    max_num_batched_tokens: int = Field(default=0, ge=0)
+    """The worker's own limit on tokens in one step; 0: 8192 on CUDA, 512 on a CPU, where a longer step
+    would keep the running requests waiting for seconds and be no faster per token."""
     num_threads: int = Field(default=0, ge=0)
     """Threads of torch; 0: torch's default."""
     gomp_spincount: int = Field(default=2000, ge=0)
@@ -65,3 +66,7 @@ class WorkerSettings(ServiceSettings):
     """Blocks asked from the store and not yet answered, over all loads."""
     fingerprint_cache_dir: str = ""
     """Where the digest of the weights is kept when the model folder is read-only; empty: nowhere."""
+
+    def step_tokens(self, *, on_cuda: bool) -> int:
+        """Most tokens of one step."""
+        return self.max_num_batched_tokens or (8192 if on_cuda else 512)
