@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 STUBS := shared/reprise/v1
 
-.PHONY: help install serve chat demo test lint type format protos accel bench test-compose clean
+.PHONY: help install serve chat demo test lint type format protos accel bench test-compose lint-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## What there is to make
@@ -73,7 +73,10 @@ bench: install ## Every benchmark, as tables
 	@for name in hashing hashing-append hashing-limit kv-cache step; do $(BIN)/reprise bench $$name || exit 1; done
 
 test-compose: install ## The system on Docker, built and run for real
-	tests/compose/run.sh
+	tests/compose/run.sh $(ARGS)
+
+lint-deploy: install ## Dockerfile, compose file and chart, without an engine
+	tests/compose/lint.sh
 
 clean: ## Remove what was built; the virtual environment and models stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache/protos

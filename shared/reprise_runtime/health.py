@@ -1,5 +1,6 @@
 """/metrics, /healthz (alive) and /readyz (can do its work) over plain HTTP, in a thread of its own."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -79,11 +80,12 @@ def _make_handler(
                 self._answer(404, "application/json", b'{"error":"not found"}')
 
         def _answer(self, status: int, content_type: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # an impatient probe has hung up
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet: probes come every few seconds."""

