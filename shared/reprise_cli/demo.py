@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -74,7 +75,7 @@ def _talk(console: Console, client: GatewayClient, model: str, max_tokens: int) 
 
 
 def _table(model: str, rows: Iterable[tuple[str, Answer]]) -> Table:
-    table = Table(title=f"{model}: where the prompt's tokens came from")
+    table = _plain_table(f"{model}: where the prompt's tokens came from")
     table.add_column("turn", no_wrap=True)
     for name in ("prompt", *TIERS, "computed", "TTFT ms", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -95,10 +96,15 @@ def _totals(text: str) -> Table:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    table = Table(title="Totals from /metrics, since the start")
+    table = _plain_table("Totals from /metrics, since the start")
     table.add_column("metric")
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, what in TOTALS:
         table.add_row(name, what, f"{sums.get(name, 0.0):.0f}")
     return table
+
+
+def _plain_table(title: str) -> Table:
+    """Narrow enough for a terminal of 80 columns."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
