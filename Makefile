@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 STUBS := shared/reprise/v1
 
-.PHONY: help install serve chat demo test lint type format protos accel bench test-compose lint-deploy clean
+.PHONY: help install serve chat demo test lint type format protos accel bench peers test-compose lint-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## What there is to make
@@ -70,7 +70,16 @@ protos: install ## Generate shared/reprise/v1 from protos/
 	  --grpc_python_out=$(STUBS_ROOT) protos/reprise/v1/*.proto
 
 bench: install ## Every benchmark, as tables
-	@for name in hashing hashing-append hashing-limit kv-cache step; do $(BIN)/reprise bench $$name || exit 1; done
+	@for name in hashing hashing-append hashing-limit kv-cache eviction step; do $(BIN)/reprise bench $$name || exit 1; done
+
+PEER_VERSION ?= 0.33.0
+peers: install ## The reference in .venv-peers, a peer in the hashing and kv-cache benchmarks (a large download)
+	$(BIN)/python -m venv --clear .venv-peers
+	@echo '*' > .venv-peers/.gitignore
+	.venv-peers/bin/pip install --progress-bar on $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	.venv-peers/bin/pip install --progress-bar on --no-deps vllm==$(PEER_VERSION) xgrammar
+	.venv-peers/bin/pip install --progress-bar on -r shared/reprise_cli/bench/reference_requirements.txt
+	@echo '{"work": "version"}' | .venv-peers/bin/python shared/reprise_cli/bench/reference_runner.py
 
 test-compose: install ## The system on Docker, built and run for real
 	tests/compose/run.sh $(ARGS)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -48,38 +48,81 @@ def serve(
     max_model_len: Annotated[int, typer.Option(help="Longest prompt and answer; 0 = the model's.")] = 0,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 2048,
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(min=0, help="Tokens of one prompt per step; 0 = no limit of its own.")
+    ] = 0,
+    enable_chunked_prefill: Annotated[
+        bool, typer.Option(help="Off: a prompt waits for a step with room for all of it.")
+    ] = True,
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], typer.Option(help="Who is served first.")
+    ] = "fcfs",
+    watermark: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the pool that admissions leave free.")
+    ] = 0.0,
+    scheduler_reserve_full_isl: Annotated[
+        bool, typer.Option(help="Admit a request only when its whole present sequence fits.")
+    ] = False,
+    max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 1024,
+    max_num_queued_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of requests that may wait; 0 = no limit.")
+    ] = 0,
     async_scheduling: Annotated[bool, typer.Option(help="Plan a step while the one before runs.")] = True,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse KV blocks.")] = True,
     prefix_caching_hash_algo: Annotated[
         str, typer.Option(help="sha256, sha256_cbor, xxhash, xxhash_cbor.")
     ] = "sha256",
+    eviction_policy: Annotated[
+        str, typer.Option(help="module:Class; empty = least recently used. See docs/research.md.")
+    ] = "",
+    kv_events_config: Annotated[
+        str, typer.Option(help="JSON, as the reference's; {} or null = off; empty = on.")
+    ] = "",
+    kv_transfer_config: Annotated[
+        str,
+        typer.Option(help="JSON: kv_connector, kv_role, kv_load_failure_policy; {} or null = no store."),
+    ] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="Trace every request; spans go to this folder (`reprise trace`).")
+    ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of a service: store.capacity_bytes=0")
     ] = None,
 ) -> None:
     """Run the whole system as local processes; Ctrl-C stops it."""
     from reprise_cli.serve import command
+    from reprise_cli.serve.engine_options import EngineOptions, read_events_config, read_transfer_config
     from reprise_cli.serve.layout import ServeOptions
     from reprise_cli.serve.redis_binary import find_redis
+    from reprise_core.errors import InvalidInput
 
-    overrides: dict[str, dict[str, str]] = {
-        "gateway": {"dev_mode": str(dev_mode)},
-        "worker": {
-            "block_size": str(block_size),
-            "num_blocks": str(num_gpu_blocks_override),
-            "max_model_len": str(max_model_len),
-            "dtype": dtype,
-        },
-        "scheduler": {
-            "max_num_seqs": str(max_num_seqs),
-            "max_num_batched_tokens": str(max_num_batched_tokens),
-            "async_scheduling": str(async_scheduling),
-            "enable_prefix_caching": str(enable_prefix_caching),
-            "prefix_caching_hash_algo": prefix_caching_hash_algo,
-        },
-    }
+    try:
+        kv_events, transfer = read_events_config(kv_events_config), read_transfer_config(kv_transfer_config)
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from error
+    overrides = EngineOptions(
+        block_size=block_size,
+        num_blocks=num_gpu_blocks_override,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        enable_chunked_prefill=enable_chunked_prefill,
+        scheduling_policy=scheduling_policy,
+        watermark=watermark,
+        must_fit=scheduler_reserve_full_isl,
+        max_num_waiting=max_num_queued_reqs,
+        max_num_waiting_tokens=max_num_queued_tokens,
+        async_scheduling=async_scheduling,
+        enable_prefix_caching=enable_prefix_caching,
+        prefix_caching_hash_algo=prefix_caching_hash_algo,
+        eviction_policy=eviction_policy,
+        transfer=transfer,
+    ).overrides()
+    overrides["gateway"] = {"dev_mode": str(dev_mode)}
     _add_settings(overrides, setting or [])
     model_path = command.prepare_model(model, (cache_dir or command.default_cache_dir()).expanduser())
     options = ServeOptions(
@@ -91,6 +134,8 @@ def serve(
         engines=engines,
         redis_command=find_redis() if redis else None,
         log_level=log_level,
+        kv_events=kv_events,
+        trace_dir=trace_dir.expanduser().absolute() if trace_dir is not None else None,
         overrides=overrides,
     )
     raise typer.Exit(command.serve(options, ready_file=ready_file))
@@ -141,18 +186,62 @@ def demo(url: Url = DEFAULT_URL, model: Model = "", api_key: ApiKey = "") -> Non
 
 
 @app.command()
+def trace(
+    trace_dir: Annotated[
+        Path, typer.Option(envvar="REPRISE_TRACE_DIR", help="The folder given to `reprise serve`.")
+    ],
+    url: Url = DEFAULT_URL,
+    model: Model = "",
+    prompt: Annotated[str, typer.Option(help="Sent as one user message.")] = "Tell me about rivers.",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 32,
+    trace_id: Annotated[
+        str, typer.Option(help="Show this earlier request instead: its trace id or traceparent.")
+    ] = "",
+    api_key: ApiKey = "",
+) -> None:
+    """Where the time of one request went: HTTP, tokenize + hash, queue, plan, wire, model, detokenize."""
+    from reprise_cli.trace import trace as run
+
+    code = run(
+        url,
+        trace_dir=trace_dir,
+        prompt=prompt,
+        trace_id=trace_id,
+        model=model,
+        max_tokens=max_tokens,
+        api_key=api_key,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="hashing, hashing-limit, hashing-append, kv-cache or step.")],
+    name: Annotated[
+        str, typer.Argument(help="hashing, hashing-limit, hashing-append, kv-cache, eviction, step, split.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="With eviction: a policy to compare, module:Class.")
+    ] = None,
 ) -> None:
     """Measure speed, as ratios against a peer or a limit in the same run."""
     from reprise_cli.bench.registry import benches
     from reprise_cli.bench.report import print_report
+    from reprise_core.errors import InvalidInput
+    from reprise_runtime.logs import configure_logs
 
-    known = benches()
+    # Services in this process log to stderr, so that stdout has the report alone.
+    configure_logs("bench", level="warning", log_format="console")
+    known = benches(policies=policy or ())
     if name not in known:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}")
-    print_report(name, known[name](), json_output=as_json)
+    if policy and name != "eviction":
+        raise typer.BadParameter("--policy is for eviction alone")
+    try:
+        rows = known[name]()
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from error
+    print_report(name, rows, json_output=as_json)
 
 
 @events.command("tail")

@@ -35,8 +35,10 @@ class Answer:
 
 
 class GatewayClient:
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", *, traceparent: str = "") -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if traceparent:
+            headers["traceparent"] = traceparent
         self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600.0, connect=5.0))
         self.url = url
 

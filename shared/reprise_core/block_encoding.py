@@ -1,23 +1,21 @@
 """The bytes of many blocks at once.
 
 A block's message is serialised (parent hash, token ids, extra keys). Parents are known only one
-after the other, but the token ids of a whole prompt can be encoded ahead, in one call. Around them
-stand an opening, the parent, a constant middle, and a suffix that most blocks share:
+after the other, but the token ids of many blocks can be encoded ahead, in one call. Around them
+stand an opening, the parent, a constant middle (pickle), and a suffix that most blocks share:
 
     canonical CBOR      83 58 20 | parent | 90 t .. t | f6
-    pickle protocol 5   80 05 95 length(8) 43 20 | parent | 94 28 t .. t 74 | 94 4e 87 94 2e
+    pickle protocol 5   80 05 95 length(8) 43 20 | parent | 94 28 | t .. t | 74 94 4e 87 94 2e
 
-A marker number stands before each block, and the encoded whole is split at it. The marker's last
-bytes are the middle (90, 94); only the bytes before them are split off. Should a wide token id's
-bytes look like the marker, or a pickle body need a second frame, the blocks go to the plain encoder:
+The encoded whole is split where one block ends and the next begins. Pickled tuples have bytes of
+their own there; for CBOR a marker number stands before each block. Should a wide token id's bytes
+look like that place, or a pickle body need a second frame, the blocks go to the plain encoder:
 slow, and always right.
 """
 
-import io
 import pickle
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from itertools import islice
 from typing import Annotated, Protocol, cast
 
 import cbor2
@@ -43,8 +41,8 @@ class _TokenIds(msgspec.Struct, array_like=True, gc=False):
 _MAX_FAST_BLOCK_SIZE = 4096
 _FRAME_LIMIT_NBYTES = 65536
 
-# Tokens that are encoded at once: more would leave the processor's caches.
-_CHUNK_TOKENS = 16_384
+# Tokens that are encoded at once: more would leave the processor's caches, or one pickle frame.
+_CHUNK_TOKENS = 8192
 
 _CBOR_BYTES = 0x40
 _CBOR_ARRAY = 0x80
@@ -52,7 +50,10 @@ _CBOR_UINT64 = b"\x1b"
 _PICKLE_FRAME = b"\x80\x05\x95"
 _PICKLE_SHORT_BYTES = b"C"
 _PICKLE_MEMOIZE = b"\x94"
-_PICKLE_INT32 = b"J"
+_PICKLE_MARK = b"("
+_PICKLE_TUPLE = b"t"
+# Tuples of up to three have other opcodes.
+_PICKLE_MIN_TUPLE = 4
 
 
 def checked_token_ids(token_ids: Sequence[int]) -> list[int]:
@@ -84,23 +85,27 @@ def _bad_token_id(token_ids: Sequence[object]) -> InvalidInput:
 class BlockEncoder(Protocol):
     """Digests the blocks of a chain, given all their token ids."""
 
-    checks_token_ids: bool
-    """Whether `hash_blocks` refuses bad token ids itself."""
-
     def hash_blocks(
-        self, parent: BlockHash, token_ids: list[int], num_blocks: int, extras: Sequence[HashedExtra] | None
+        self,
+        parent: BlockHash,
+        token_ids: list[int],
+        num_blocks: int,
+        extras: Sequence[HashedExtra] | None,
+        *,
+        checked: bool = True,
     ) -> list[BlockHash]:
         """The hashes of the first `num_blocks` >= 1 blocks of `token_ids`, which follow `parent`.
 
-        `token_ids` are checked, unless `checks_token_ids`, and may go on behind the last block.
-        `extras` has one entry per block, or is None when no block has any.
+        `token_ids` may go on behind the last block. Unless they are `checked`, bad ones among those
+        blocks are refused with InvalidInput. `extras` has one entry per block, or is None when no block
+        has any.
         """
         ...
 
 
 def fast_encoder(algorithm: HashAlgorithm, block_size: int) -> BlockEncoder:
     """The fastest in pure Python."""
-    if block_size > _MAX_FAST_BLOCK_SIZE:
+    if block_size > _MAX_FAST_BLOCK_SIZE or (block_size < _PICKLE_MIN_TUPLE and not algorithm.is_cbor):
         return PlainEncoder(algorithm, block_size)
     return CborEncoder(algorithm, block_size) if algorithm.is_cbor else PickleEncoder(algorithm, block_size)
 
@@ -108,17 +113,23 @@ def fast_encoder(algorithm: HashAlgorithm, block_size: int) -> BlockEncoder:
 class PlainEncoder:
     """One block after the other, as the definition says."""
 
-    checks_token_ids = False
-
     def __init__(self, algorithm: HashAlgorithm, block_size: int) -> None:
         self._digest = value_digester(algorithm)
         self._block_size = block_size
 
     def hash_blocks(
-        self, parent: BlockHash, token_ids: list[int], num_blocks: int, extras: Sequence[HashedExtra] | None
+        self,
+        parent: BlockHash,
+        token_ids: list[int],
+        num_blocks: int,
+        extras: Sequence[HashedExtra] | None,
+        *,
+        checked: bool = True,
     ) -> list[BlockHash]:
         hashes: list[BlockHash] = []
         size, digest = self._block_size, self._digest
+        if not checked:
+            token_ids = checked_token_ids(token_ids[: num_blocks * size])
         for index in range(num_blocks):
             block = tuple(token_ids[index * size : (index + 1) * size])
             parent = digest((parent, block, extras[index] if extras is not None else None))
@@ -131,11 +142,15 @@ class _TooLong(Exception):
 
 
 class SuffixEncoder:
-    """What follows the token ids in a message: the encoded keys, and how the tuple ends."""
+    """What follows the token ids in a message: the encoded keys, and how the tuple ends.
 
-    def __init__(self, algorithm: HashAlgorithm) -> None:
+    `before` is put before each suffix.
+    """
+
+    def __init__(self, algorithm: HashAlgorithm, before: bytes = b"") -> None:
         self._encode = _cbor_suffix if algorithm.is_cbor else _pickle_suffix
-        self.plain = self._encode(None)
+        self._before = before
+        self.plain = before + self._encode(None)
 
     def each(self, extras: Sequence[HashedExtra]) -> list[bytes]:
         """One suffix per block; neighbours often share one keys object."""
@@ -144,7 +159,7 @@ class SuffixEncoder:
         suffix = self.plain
         for extra in extras:
             if extra is not last:
-                suffix, last = self._encode(extra), extra
+                suffix, last = self._before + self._encode(extra), extra
             suffixes.append(suffix)
         return suffixes
 
@@ -163,125 +178,140 @@ def _pickle_suffix(extra: HashedExtra) -> bytes:
 class _FastEncoder:
     """What the two fast encoders share.
 
-    A message is opening, parent, the part with the token ids, suffix.
+    A message is opening, parent, middle, part, suffix; the part is the encoded token ids.
     """
 
-    checks_token_ids = False
     _few_blocks: int
     """So few blocks are faster one by one."""
-    _marker: int
-    """Its encoding ends with the bytes that stand between parent and token ids."""
-    _split_at: bytes
-    """The marker's encoding without those."""
+    _middle = b""
+    _tail = b""
+    """Between part and suffix."""
 
     def __init__(self, algorithm: HashAlgorithm, block_size: int) -> None:
         self._block_size = block_size
-        self._chunk_tokens = max(1, _CHUNK_TOKENS // block_size) * block_size
-        self._is_sha256 = algorithm.is_cryptographic
+        self._chunk_blocks = max(1, _CHUNK_TOKENS // block_size)
         self._plain = PlainEncoder(algorithm, block_size)
-        self._suffixes = SuffixEncoder(algorithm)
-        # By the length of a part. Ids of 32 bits and wider may make longer ones.
-        self._plain_openings = [
-            self._opening(part_nbytes + len(self._suffixes.plain))
-            for part_nbytes in range(5 * block_size + 8)
-        ]
+        self._suffixes = SuffixEncoder(algorithm, self._tail)
+        self._is_sha256 = algorithm.is_cryptographic
+        self._keyed_chain = _keyed_chain_sha256 if self._is_sha256 else _keyed_chain_xxh3
 
     def hash_blocks(
-        self, parent: BlockHash, token_ids: list[int], num_blocks: int, extras: Sequence[HashedExtra] | None
+        self,
+        parent: BlockHash,
+        token_ids: list[int],
+        num_blocks: int,
+        extras: Sequence[HashedExtra] | None,
+        *,
+        checked: bool = True,
     ) -> list[BlockHash]:
-        if num_blocks <= self._few_blocks:
-            return self._plain.hash_blocks(parent, token_ids, num_blocks, extras)
-        chunk_tokens = self._chunk_tokens
-        if num_blocks * self._block_size <= chunk_tokens:
-            return self._hash_chunk(parent, token_ids, num_blocks, extras)
+        size, chunk_blocks = self._block_size, self._chunk_blocks
         hashes: list[BlockHash] = []
-        while len(hashes) < num_blocks:
-            first = len(hashes)
-            start = first * self._block_size
-            count = min(num_blocks - first, chunk_tokens // self._block_size)
-            chunk_extras = None if extras is None else extras[first : first + count]
-            hashes += self._hash_chunk(parent, token_ids[start : start + chunk_tokens], count, chunk_extras)
+        for first in range(0, num_blocks, chunk_blocks):
+            end = min(first + chunk_blocks, num_blocks)
+            whole = first == 0 and len(token_ids) == end * size
+            chunk = token_ids if whole else token_ids[first * size : end * size]
+            if not checked:
+                chunk = _checked_chunk(chunk, token_ids)
+            chunk_extras = None if extras is None else extras[first:end]
+            hashes += self._hash_chunk(parent, chunk, end - first, chunk_extras)
             parent = hashes[-1]
         return hashes
 
     def _hash_chunk(
         self, parent: BlockHash, token_ids: list[int], num_blocks: int, extras: Sequence[HashedExtra] | None
     ) -> list[BlockHash]:
-        parts = self._encode(token_ids, num_blocks).split(self._split_at)
-        if len(parts) != num_blocks + 2:
+        parts = self._parts(token_ids, num_blocks) if num_blocks > self._few_blocks else []
+        if len(parts) != num_blocks:
             return self._plain.hash_blocks(parent, token_ids, num_blocks, extras)
-        # Before the first marker and after the last one stand the container's own bytes.
-        parts = parts[1:-1]
         try:
             if extras is None:
-                chain = _chain_sha256 if self._is_sha256 else _chain_xxh3
-                return chain(parent, self._plain_openings, parts, self._suffixes.plain)
+                return self._chain(parent, parts)
             suffixes = self._suffixes.each(extras)
             lengths = [len(part) + len(suffix) for part, suffix in zip(parts, suffixes, strict=True)]
             openings = {length: self._opening(length) for length in set(lengths)}
         except (_TooLong, IndexError):
             return self._plain.hash_blocks(parent, token_ids, num_blocks, extras)
-        keyed_chain = _keyed_chain_sha256 if self._is_sha256 else _keyed_chain_xxh3
-        return keyed_chain(parent, map(openings.__getitem__, lengths), parts, suffixes)
+        heads = map(openings.__getitem__, lengths)
+        return self._keyed_chain(parent, heads, self._middle, parts, suffixes)
 
-    def _encode(self, token_ids: list[int], num_blocks: int) -> bytes:
-        """Marker, block, marker, .., block, marker, within one container."""
+    def _parts(self, token_ids: list[int], num_blocks: int) -> list[bytes]:
+        """The encoded ids of each block; of another number when they cannot be told apart."""
         raise NotImplementedError
 
     def _opening(self, nbytes: int) -> bytes:
         """What stands before the parent; `nbytes` is the length of part and suffix."""
         raise NotImplementedError
 
+    def _chain(self, parent: bytes, parts: list[bytes]) -> list[BlockHash]:
+        """Of blocks without extra keys. IndexError for a part of wide ids."""
+        raise NotImplementedError
+
+
+def _checked_chunk(chunk: list[int], token_ids: list[int]) -> list[int]:
+    """An error names the place in all the ids."""
+    try:
+        return checked_token_ids(chunk)
+    except InvalidInput:
+        checked_token_ids(token_ids)
+        raise
+
 
 class CborEncoder(_FastEncoder):
-    """The marker is one of the largest unsigned 64-bit numbers."""
+    """Before each block stands a marker, one of the largest unsigned 64-bit numbers, whose last bytes
+    are the head of the block's array."""
 
     _few_blocks = 4
 
     def __init__(self, algorithm: HashAlgorithm, block_size: int) -> None:
         self._constant_opening = _cbor_head(_CBOR_ARRAY, 3) + _cbor_head(_CBOR_BYTES, algorithm.digest_nbytes)
-        array_head = _cbor_head(_CBOR_ARRAY, block_size)
-        marker = array_head.rjust(8, b"\xff")
+        head = _cbor_head(_CBOR_ARRAY, block_size)
+        marker = head.rjust(8, b"\xff")
         self._marker = int.from_bytes(marker, "big")
-        self._split_at = _CBOR_UINT64 + marker[: -len(array_head)]
+        self._split_at = _CBOR_UINT64 + marker[: -len(head)]
         super().__init__(algorithm, block_size)
 
-    def _encode(self, token_ids: list[int], num_blocks: int) -> bytes:
+    def _parts(self, token_ids: list[int], num_blocks: int) -> list[bytes]:
         size = self._block_size
-        marked = [self._marker] * (num_blocks * (size + 1) + 1)
+        marked = [self._marker] * (num_blocks * (size + 1))
         for position in range(size):
-            marked[position + 1 :: size + 1] = token_ids[position : num_blocks * size : size]
-        return cbor2.dumps(marked)
+            marked[position + 1 :: size + 1] = token_ids[position::size]
+        # What stands before the first marker is the list's own head.
+        return cbor2.dumps(marked).split(self._split_at)[1:]
 
     def _opening(self, nbytes: int) -> bytes:
         return self._constant_opening
 
+    def _chain(self, parent: bytes, parts: list[bytes]) -> list[BlockHash]:
+        chain = _cbor_chain_sha256 if self._is_sha256 else _cbor_chain_xxh3
+        return chain(parent, self._constant_opening, parts, self._suffixes.plain)
+
 
 class PickleEncoder(_FastEncoder):
-    """The marker is a negative number, which no token id may be.
-
-    The token ids are written in protocol 3 without memo, which differs from protocol 5 by the frame
-    and the memo opcodes alone; those stand in the opening, the middle and the suffix.
-    """
+    """Blocks are pickled as a tuple of tuples. The bytes between two of them hold three opcodes, which
+    no id below 2,000,000 has within it; nor have they room in two neighbours."""
 
     _few_blocks = 12
-    _marker = int.from_bytes(b"\xff\xff\xff" + _PICKLE_MEMOIZE, "little", signed=True)
-    _split_at = _PICKLE_INT32 + b"\xff\xff\xff"
+    _middle = _PICKLE_MEMOIZE + _PICKLE_MARK
+    _tail = _PICKLE_TUPLE
+    _split_at = _PICKLE_TUPLE + _PICKLE_MEMOIZE + _PICKLE_MARK
+    # Frame, the outer mark, the first block's; the ends of the last block and of the outer tuple.
+    _before = len(_PICKLE_FRAME) + 8 + 2 * len(_PICKLE_MARK)
+    _after = 2 * len(_PICKLE_TUPLE + _PICKLE_MEMOIZE) + 1
 
     def __init__(self, algorithm: HashAlgorithm, block_size: int) -> None:
         self._bytes_head = _PICKLE_SHORT_BYTES + bytes([algorithm.digest_nbytes])
-        self._fixed_nbytes = len(self._bytes_head) + algorithm.digest_nbytes
+        self._fixed_nbytes = len(self._bytes_head) + algorithm.digest_nbytes + len(self._middle)
         super().__init__(algorithm, block_size)
+        # By the length of a part. Ids of 32 bits and wider may make longer ones.
+        plain_nbytes = len(self._suffixes.plain)
+        self._openings = [self._opening(nbytes + plain_nbytes) for nbytes in range(5 * block_size + 1)]
 
-    def _encode(self, token_ids: list[int], num_blocks: int) -> bytes:
-        blocks = zip(*[iter(token_ids)] * self._block_size, strict=False)
-        marked: list[object] = [self._marker] * (2 * num_blocks + 1)
-        marked[1::2] = islice(blocks, num_blocks)
-        target = io.BytesIO()
-        pickler = pickle.Pickler(target, protocol=3)
-        pickler.fast = True
-        pickler.dump(tuple(marked))
-        return target.getvalue()
+    def _parts(self, token_ids: list[int], num_blocks: int) -> list[bytes]:
+        blocks = tuple(zip(*[iter(token_ids)] * self._block_size, strict=True))
+        encoded = pickle.dumps(blocks, protocol=PICKLE_PROTOCOL)
+        if len(encoded) >= _FRAME_LIMIT_NBYTES:  # There may be a second frame's head among the ids.
+            return []
+        return encoded[self._before : -self._after].split(self._split_at)
 
     def _opening(self, nbytes: int) -> bytes:
         body_nbytes = self._fixed_nbytes + nbytes
@@ -289,38 +319,60 @@ class PickleEncoder(_FastEncoder):
             raise _TooLong
         return _PICKLE_FRAME + body_nbytes.to_bytes(8, "little") + self._bytes_head
 
+    def _chain(self, parent: bytes, parts: list[bytes]) -> list[BlockHash]:
+        chain = _pickle_chain_sha256 if self._is_sha256 else _pickle_chain_xxh3
+        return chain(parent, self._openings, self._middle, parts, self._suffixes.plain)
 
-# These four loops are the whole cost of a hash beyond its serialised tokens, so each stands alone.
+
+# These loops are the whole cost of a hash beyond its serialised tokens, so each stands alone.
 
 
-def _chain_sha256(parent: bytes, openings: list[bytes], parts: list[bytes], suffix: bytes) -> list[BlockHash]:
-    join = b"".join
-    hashes = [parent := sha256(join((openings[len(part)], parent, part, suffix))).digest() for part in parts]
+def _cbor_chain_sha256(parent: bytes, opening: bytes, parts: list[bytes], suffix: bytes) -> list[BlockHash]:
+    join, digest = b"".join, sha256
+    hashes = [parent := digest(join((opening, parent, part, suffix))).digest() for part in parts]
     return cast(list[BlockHash], hashes)
 
 
-def _chain_xxh3(parent: bytes, openings: list[bytes], parts: list[bytes], suffix: bytes) -> list[BlockHash]:
-    join = b"".join
-    hashes = [parent := xxh3_128_digest(join((openings[len(part)], parent, part, suffix))) for part in parts]
+def _cbor_chain_xxh3(parent: bytes, opening: bytes, parts: list[bytes], suffix: bytes) -> list[BlockHash]:
+    join, digest = b"".join, xxh3_128_digest
+    hashes = [parent := digest(join((opening, parent, part, suffix))) for part in parts]
+    return cast(list[BlockHash], hashes)
+
+
+def _pickle_chain_sha256(
+    parent: bytes, openings: list[bytes], middle: bytes, parts: list[bytes], suffix: bytes
+) -> list[BlockHash]:
+    join, digest = b"".join, sha256
+    hashes = [
+        parent := digest(join((openings[len(part)], parent, middle, part, suffix))).digest() for part in parts
+    ]
+    return cast(list[BlockHash], hashes)
+
+
+def _pickle_chain_xxh3(
+    parent: bytes, openings: list[bytes], middle: bytes, parts: list[bytes], suffix: bytes
+) -> list[BlockHash]:
+    join, digest = b"".join, xxh3_128_digest
+    hashes = [parent := digest(join((openings[len(part)], parent, middle, part, suffix))) for part in parts]
     return cast(list[BlockHash], hashes)
 
 
 def _keyed_chain_sha256(
-    parent: bytes, openings: Iterable[bytes], parts: list[bytes], suffixes: list[bytes]
+    parent: bytes, openings: Iterable[bytes], middle: bytes, parts: list[bytes], suffixes: list[bytes]
 ) -> list[BlockHash]:
     hashes: list[bytes] = []
     for opening, part, suffix in zip(openings, parts, suffixes, strict=True):
-        parent = sha256(b"".join((opening, parent, part, suffix))).digest()
+        parent = sha256(b"".join((opening, parent, middle, part, suffix))).digest()
         hashes.append(parent)
     return cast(list[BlockHash], hashes)
 
 
 def _keyed_chain_xxh3(
-    parent: bytes, openings: Iterable[bytes], parts: list[bytes], suffixes: list[bytes]
+    parent: bytes, openings: Iterable[bytes], middle: bytes, parts: list[bytes], suffixes: list[bytes]
 ) -> list[BlockHash]:
     hashes: list[bytes] = []
     for opening, part, suffix in zip(openings, parts, suffixes, strict=True):
-        parent = xxh3_128_digest(b"".join((opening, parent, part, suffix)))
+        parent = xxh3_128_digest(b"".join((opening, parent, middle, part, suffix)))
         hashes.append(parent)
     return cast(list[BlockHash], hashes)
 

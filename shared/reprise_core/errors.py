@@ -22,6 +22,8 @@ class ErrorKind(Enum):
 
 class RepriseError(Exception):
     kind: ErrorKind = ErrorKind.INTERNAL
+    retry_after_s: float = 0.0
+    """Seconds after which another try may succeed; 0 = unknown."""
 
 
 class InvalidInput(RepriseError):
@@ -49,6 +51,10 @@ class Unavailable(RepriseError):
 
 class FailedPrecondition(RepriseError):
     kind = ErrorKind.FAILED_PRECONDITION
+
+
+class DeadlineExceeded(RepriseError):
+    kind = ErrorKind.DEADLINE
 
 
 class DataLoss(RepriseError):

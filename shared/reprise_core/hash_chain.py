@@ -106,7 +106,7 @@ class HashChain:
         self._embeds = inputs.prompt_embeds
         self._keys = None if inputs.is_plain else BlockKeys(inputs)
         # With a look-ahead, token ids go into the keys too, which no encoder checks.
-        self._takes_unchecked = encoder.checks_token_ids and not self._lookahead and self._embeds is None
+        self._takes_unchecked = not self._lookahead and self._embeds is None
         # Every full block's hash so far. Others read it only.
         self.hashes: list[BlockHash] = []
         self.num_tokens = 0
@@ -114,19 +114,26 @@ class HashChain:
         self._pending: list[int] = []
         self._missing = hasher.block_size + hasher.lookahead
 
-    def append(self, token_ids: Sequence[int]) -> list[BlockHash]:
-        """Take more tokens of the request; returns the hashes of the blocks they completed."""
+    def append(self, token_ids: Sequence[int], *, trusted: bool = False) -> list[BlockHash]:
+        """Take more tokens of the request; returns the hashes of the blocks they completed.
+
+        Bad token ids are refused with InvalidInput. `trusted` ids are plain non-negative ints by
+        construction (from a tokenizer, or a uint32 field of a message) and are not looked at again.
+        """
         if self._missing > 1 and self._embeds is None and _is_one_plain_id(token_ids):
             # A generated token that fills no block: by far the most frequent call.
             self._pending.append(token_ids[0])
             self._missing -= 1
             self.num_tokens += 1
             return []
-        if self._takes_unchecked and not self._pending and type(token_ids) is list:
-            num_hashed = len(token_ids) // self._block_size * self._block_size
-            if num_hashed:
-                return self._append_unchecked(token_ids, num_hashed)
-        new = checked_token_ids(token_ids)
+        if trusted:
+            new = token_ids if type(token_ids) is list else list(token_ids)
+        else:
+            if self._takes_unchecked and not self._pending and type(token_ids) is list:
+                num_hashed = len(token_ids) // self._block_size * self._block_size
+                if num_hashed:
+                    return self._append_unchecked(token_ids, num_hashed)
+            new = checked_token_ids(token_ids)
         if self._embeds is not None:
             new = self._embeds.zeroed(new, self.num_tokens)
         if len(new) >= self._missing:
@@ -137,21 +144,22 @@ class HashChain:
         return []
 
     def _append_unchecked(self, token_ids: list[int], num_hashed: int) -> list[BlockHash]:
-        """A whole prompt for an encoder that checks as it goes; only what it does not see is checked."""
+        """A whole prompt: the encoder checks as it goes; only what it does not see is checked here."""
         try:
             rest = checked_token_ids(token_ids[num_hashed:])
         except InvalidInput:
             checked_token_ids(token_ids)
             raise
-        new_hashes = self._append_blocks(token_ids)
+        new_hashes = self._append_blocks(token_ids, checked=False)
         self._pending = rest
         return new_hashes
 
-    def _append_blocks(self, new: list[int]) -> list[BlockHash]:
+    def _append_blocks(self, new: list[int], *, checked: bool = True) -> list[BlockHash]:
         pending = self._pending + new if self._pending else new
         num_blocks = (len(pending) - self._lookahead) // self._block_size
         parent = self.hashes[-1] if self.hashes else self._none_hash
-        new_hashes = self._encoder.hash_blocks(parent, pending, num_blocks, self._extras(pending, num_blocks))
+        extras = self._extras(pending, num_blocks)
+        new_hashes = self._encoder.hash_blocks(parent, pending, num_blocks, extras, checked=checked)
         self.hashes += new_hashes
         self._pending = pending[num_blocks * self._block_size :]
         self._missing = self._block_size + self._lookahead - len(self._pending)

@@ -56,8 +56,6 @@ def available_encodings(algorithm: HashAlgorithm) -> list[Encoding]:
 class NativeEncoder:
     """Checks token ids as it encodes them, so they need no pass of their own."""
 
-    checks_token_ids = True
-
     def __init__(self, module: NativeModule, algorithm: HashAlgorithm, block_size: int) -> None:
         self._hash_blocks = module.hash_blocks
         self._form = FORM_CBOR if algorithm.is_cbor else FORM_PICKLE
@@ -67,7 +65,13 @@ class NativeEncoder:
         self._plain = PlainEncoder(algorithm, block_size)
 
     def hash_blocks(
-        self, parent: BlockHash, token_ids: list[int], num_blocks: int, extras: Sequence[HashedExtra] | None
+        self,
+        parent: BlockHash,
+        token_ids: list[int],
+        num_blocks: int,
+        extras: Sequence[HashedExtra] | None,
+        *,
+        checked: bool = True,
     ) -> list[BlockHash]:
         suffixes = self._suffixes.plain if extras is None else self._suffixes.each(extras)
         hashes = self._hash_blocks(

@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from reprise_core.errors import RepriseError, Unavailable
+from reprise_runtime.tracing import ClientTracing, ServerTracing, Tracing
 from reprise_wire.error_codec import GRPC_CODES
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -29,19 +30,28 @@ SERVER_OPTIONS = (
 )
 
 
-def channel(address: str) -> grpc.aio.Channel:
+def channel(address: str, tracing: Tracing | None = None) -> grpc.aio.Channel:
     """A client channel with the limits and reconnect times of this system."""
-    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS))
+    interceptors = [ClientTracing()] if tracing is not None and tracing.enabled else None
+    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS), interceptors=interceptors)
 
 
 class GrpcServer:
     """`add` is given the server: `lambda server: add_StoreServiceServicer_to_server(servicer, server)`."""
 
     def __init__(
-        self, address: str, *, services: Iterable[str], add: Callable[[grpc.aio.Server], None]
+        self,
+        address: str,
+        *,
+        services: Iterable[str],
+        add: Callable[[grpc.aio.Server], None],
+        tracing: Tracing | None = None,
     ) -> None:
         self._address = address
-        self._server = grpc.aio.server(options=list(SERVER_OPTIONS), interceptors=[_ErrorInterceptor()])
+        interceptors: list[grpc.aio.ServerInterceptor] = [_ErrorInterceptor()]
+        if tracing is not None and tracing.enabled:
+            interceptors.insert(0, ServerTracing(tracing))
+        self._server = grpc.aio.server(options=list(SERVER_OPTIONS), interceptors=interceptors)
         add(self._server)
         self._health = health.aio.HealthServicer()
         self._names = (*services, "")

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import TextIO, cast
 
 import structlog
 
@@ -29,11 +30,21 @@ def configure_logs(service: str, *, level: str, log_format: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, _CurrentStderr())),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+
+
+class _CurrentStderr:
+    """Whatever sys.stderr is when a line is written: it may be replaced, as test runners do."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 class LimitedLog:

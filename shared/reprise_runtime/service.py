@@ -3,8 +3,8 @@
     def main() -> None:
         run_service(StoreSettings, StoreApp)
 
-An app wires its concrete parts in `start` and undoes it in `stop`, during which `run` goes on. SIGTERM and SIGINT end `run`;
-a second signal, or a stop that exceeds the grace period, ends the process at once.
+An app wires its concrete parts in `start` and undoes it in `stop`, during which `run` goes on. SIGTERM
+and SIGINT begin the stop; a second signal, or a stop that exceeds the grace period, ends the process.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ import sys
 from typing import ClassVar, TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 _KUBERNETES_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
 
@@ -51,6 +51,8 @@ def load_settings(settings_class: type[S]) -> S:
             f"{prefix}{'_'.join(str(part) for part in item['loc']).upper()}: {item['msg']}"
             for item in error.errors()
         ]
+    except SettingsError as error:  # a field that takes JSON, and the text is none
+        problems.append(str(error))
     if problems or settings is None:
         for problem in problems:
             print(f"settings: {problem}", file=sys.stderr)

@@ -15,7 +15,7 @@ import grpc
 from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
 from reprise.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
-from reprise_core.errors import Unavailable
+from reprise_core.errors import NotFound, Unavailable
 from reprise_core.hash_algorithms import HashAlgorithm
 from reprise_core.none_hash import FIXED_SEED_TEXT, none_hash
 from reprise_runtime.grpc_server import GrpcServer
@@ -87,6 +87,7 @@ class FakeEngine(EngineServicer):
             "# TYPE vllm:num_requests_running gauge\n"
             f'vllm:num_requests_running{{engine="{engine_id}"}} 0.0\n'
         )
+        self.pins: list[pb.Pin] = []
         self.submits: list[pb.Submit] = []
         self.aborts: list[str] = []
         self.finishes: list[pb.Finish] = []
@@ -161,6 +162,16 @@ class FakeEngine(EngineServicer):
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
         return pb.GetMetricsResponse(text=self.metrics_text)
+
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        return pb.ListPinsResponse(pins=self.pins)
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+        left = [pin for pin in self.pins if pin.pin_id != request.pin_id]
+        if len(left) == len(self.pins):
+            raise NotFound(f"there is no pin {request.pin_id}")
+        self.pins = left
+        return pb.UnpinResponse()
 
     async def Stream(
         self, request_iterator: AsyncIterator[pb.StreamRequest], context: Any

@@ -1,7 +1,7 @@
 """A gateway with a real tokenizer and fake engines, on free ports, within the test's event loop."""
 
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +64,12 @@ async def gateway_system(
     *,
     wait_ready: bool = True,
     any_role: bool = False,
+    tokenizer_settings: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewaySystem]:
     http_address, tokenizer_address = free_address(), free_address()
     engine_addresses = [free_address() for _ in engines]
-    tokenizer = make_tokenizer(model_path, tokenizer_address, any_role=any_role)
+    tokenizer = make_tokenizer(model_path, tokenizer_address, any_role=any_role, **(tokenizer_settings or {}))
     gateway = GatewayApp(
         GatewaySettings(
             listen_address=http_address,

@@ -14,6 +14,7 @@ from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
 from support.sim_worker import SimStore, SimWorker
 
+KV_OPTIONS = ("full_prompt_hit", "verify_tokens", "track_misses", "max_pinned_blocks")
 HASHER_ROOT = none_hash(HashAlgorithm.SHA256_CBOR, "test")
 
 
@@ -24,6 +25,8 @@ class Driver:
         config.setdefault("async_scheduling", False)
         caching = config.pop("enable_caching", True)
         watermark = config.pop("watermark", 0.0)
+        options = {name: config.pop(name) for name in KV_OPTIONS if name in config}
+        make_policy = config.pop("make_policy", None)
         self.store = SimStore()
         self.worker = SimWorker(num_blocks, block_size, self.store)
         self.hasher = BlockHasher(
@@ -36,8 +39,10 @@ class Driver:
                 groups=(GroupSpec(block_size=block_size),),
                 enable_caching=caching,
                 watermark=watermark,
+                **options,
             ),
             enable_connector=connector,
+            make_policy=make_policy,
         )
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -56,7 +61,7 @@ class Driver:
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             chain=chain,
-            arrival_s=0.0,
+            arrival_s=more.pop("arrival_s", 0.0),
             sequence=self._sequence,
             **more,
         )
@@ -84,7 +89,9 @@ class Driver:
             if output.finish_reason is not None:
                 self.finished[output.request.owner] = output.finish_reason.value
         reports = [self.worker.end_load(load, lambda: False) for load in list(self.worker.loads)]
-        self.scheduler.end_load(reports)
+        for output in self.scheduler.end_load(reports):
+            assert output.finish_reason is not None
+            self.finished[output.request.owner] = output.error
 
     def answer_lookups(self) -> None:
         for request, attempt in self.scheduler.connector.take_lookups(0.0):

@@ -64,7 +64,9 @@ class SimWorker:
             self.requests.pop(handle, None)
         for save in plan.saves:
             self._save(save)
-        assert not plan.copies
+        for group_id, source, target in plan.copies:
+            assert group_id == 0
+            self.slots[self._block(target)] = self.slots[self._block(source)]
         for added in plan.added:
             assert added.handle not in self.requests
             self.requests[added.handle] = _State(unpack_ids(added.token_ids), unpack_ids(added.block_ids[0]))

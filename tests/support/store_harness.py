@@ -117,8 +117,8 @@ async def running_store(**settings: object) -> AsyncIterator[RunningStore]:
         yield RunningStore(app, StoreClient(grpc_channel), Peer(dealer))
         assert not running.done() or running.cancelled() or running.exception() is None
     finally:
-        running.cancel()
         await grpc_channel.close()
         dealer.close()
         context.term()
-        await app.stop()
+        await app.stop()  # `run` goes on meanwhile, as in a service: its writers drain the queue
+        running.cancel()

@@ -1,5 +1,9 @@
-"""The simulated worker behind a real ZMQ socket: what a scheduler under test talks to."""
+"""The simulated worker behind a real ZMQ socket: what a scheduler under test talks to.
 
+`python -m support.zmq_worker ENDPOINT` is one as a process, for signals; its steps take 10 ms.
+"""
+
+import sys
 import threading
 import uuid
 
@@ -121,3 +125,7 @@ class ZmqWorker:
                 max_num_batched_tokens=512,
             ),
         )
+
+
+if __name__ == "__main__":
+    ZmqWorker(sys.argv[1], step_delay_s=0.01)._run()

@@ -22,10 +22,12 @@ from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.routing import LeastInFlight
 from reprise_gateway.settings import GatewaySettings
 from reprise_gateway.text_link import TextLink
+from reprise_gateway.traces import RequestTraces
 from reprise_runtime.addresses import split_address
 from reprise_runtime.grpc_server import channel
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
+from reprise_runtime.tracing import Tracing
 from reprise_wire.clients.engine import EngineClient
 from reprise_wire.clients.tokenizer import TokenizerClient
 
@@ -43,6 +45,8 @@ class GatewayApp:
         self._settings = settings
         self._log = get_logger()
         self._metrics = GatewayMetrics(self.registry)
+        self._tracing = Tracing(settings.trace_exporter, settings.service, self.registry)
+        self._traces = RequestTraces(self._tracing)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: uvicorn.Server | None = None
 
@@ -51,7 +55,8 @@ class GatewayApp:
         listener = _listen(settings.listen_address)
         # Channels belong to the running loop, so everything that talks is made here.
         self._channels = [
-            channel(address) for address in (settings.tokenizer_address, *settings.engine_addresses)
+            channel(address, self._tracing)
+            for address in (settings.tokenizer_address, *settings.engine_addresses)
         ]
         fleet = self._make_fleet()
         limited = self._make_http(fleet)
@@ -59,7 +64,7 @@ class GatewayApp:
         forever += [fleet.expire_forever(), self._text.run()]
         self._tasks = [asyncio.ensure_future(task) for task in forever]
         config = uvicorn.Config(
-            limited,
+            self._traces.around_http(limited),
             http="httptools",
             lifespan="off",
             ws="none",
@@ -94,6 +99,7 @@ class GatewayApp:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for one in self._channels:
             await one.close()
+        await asyncio.to_thread(self._tracing.close)
 
     def _make_fleet(self) -> Fleet:
         settings = self._settings
@@ -109,7 +115,7 @@ class GatewayApp:
             self._channels[0], timeout_s=settings.tokenize_timeout_s, peer=tokenizer_peer
         )
         self._text = TextLink(
-            self._tokenizer,
+            self._traces.watch_text(self._tokenizer),
             metrics=self._metrics,
             on_stop=fleet.stopped_by_text,
             on_state=lambda problem: self._show("tokenizer", problem),
@@ -141,7 +147,13 @@ class GatewayApp:
             self._tokenizer, wait_s=settings.failover_wait_s, retry_interval_s=settings.retry_interval_s
         )
         http = GatewayHttp(
-            Completions(fleet, prompts, metrics=self._metrics, max_sequences=settings.max_inflight_sequences),
+            Completions(
+                fleet,
+                prompts,
+                metrics=self._metrics,
+                traces=self._traces,
+                max_sequences=settings.max_inflight_sequences,
+            ),
             FleetAdmin(
                 fleet,
                 self.registry,
@@ -155,6 +167,7 @@ class GatewayApp:
                 max_stop_characters=settings.max_stop_characters,
             ),
             max_body_bytes=settings.max_body_bytes,
+            trust_tenant_header=settings.trust_tenant_header,
             version=_version(),
             problem=self._problem,
             num_inflight=lambda: limited.num_inflight,

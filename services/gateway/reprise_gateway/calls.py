@@ -15,6 +15,7 @@ _MAX_UINT32 = 2**32 - 1
 _MAX_INT64 = 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 _COMPLETION_MAX_TOKENS = 16
+_MAX_PIN_TTL_S = 30 * 86_400
 
 Prompt = str | tuple[int, ...] | ChatPrompt
 """Text, token ids, or a conversation."""
@@ -58,6 +59,12 @@ class GenerationCall:
     cache_salt: str | None
     priority: int
     num_unknown_fields: int
+    cache_pin: bool = False
+    """Keep the prompts' blocks."""
+    cache_pin_ttl_s: float = 0.0
+    """For how long; 0 = until they are unpinned."""
+    tenant: str = ""
+    """From a header, where that is trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,8 @@ class _GenerationFields(_Fields):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: Any = None
+    cache_pin: Any = None
+    cache_pin_ttl_s: Any = None
     priority: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -406,6 +415,30 @@ def _cache_salt(value: Any) -> str | None:
     return value
 
 
+def _cache_pin(value: Any) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise bad_rule("cache_pin", f"cache_pin: {value!r:.60}, must be true or false")
+    return value
+
+
+def _cache_pin_ttl(fields: _GenerationFields) -> float:
+    value = fields.cache_pin_ttl_s
+    if value is None:
+        return 0.0
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value <= _MAX_PIN_TTL_S:
+        raise bad_rule(
+            "cache_pin_ttl_s",
+            f"cache_pin_ttl_s: {value!r:.60}, must be a number of seconds above 0 and at most"
+            f" {_MAX_PIN_TTL_S}",
+        )
+    if not fields.cache_pin:
+        raise bad_rule("cache_pin_ttl_s", "cache_pin_ttl_s: only allowed with cache_pin true")
+    return float(value)
+
+
 def _generation_call(
     fields: _GenerationFields,
     limits: CallLimits,
@@ -451,4 +484,6 @@ def _generation_call(
         cache_salt=_cache_salt(fields.cache_salt),
         priority=priority,
         num_unknown_fields=num_unknown_fields,
+        cache_pin=_cache_pin(fields.cache_pin),
+        cache_pin_ttl_s=_cache_pin_ttl(fields),
     )

@@ -10,11 +10,12 @@ from typing import TypeVar
 from reprise_core.errors import ErrorKind
 from reprise_core.requests import SamplingParams
 from reprise_gateway.calls import GenerationCall, Prompt, SamplingFields
-from reprise_gateway.errors import ApiError, bad_rule, from_reprise_error
+from reprise_gateway.errors import ApiError, bad_rule, deadline_exceeded, from_reprise_error
 from reprise_gateway.fleet import Fleet
 from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.ports import PromptApi
 from reprise_gateway.sequence import Sequence, Update, Work
+from reprise_gateway.traces import RequestTraces
 from reprise_wire.clients.engine import EngineInfo
 from reprise_wire.clients.tokenizer import ChatPrompt, DetokenizeOpen, TokenizedPrompt
 from reprise_wire.error_codec import PeerError
@@ -22,6 +23,14 @@ from reprise_wire.hash_profiles import HashRequest
 
 _PROMPT_TAIL_TOKENS = 8
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """`at_s` is on the event loop's clock, which is the monotonic one."""
+
+    timeout_s: float
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,7 @@ class Run:
     sequences: tuple[Sequence, ...]
     echoes: tuple[str, ...]
     """What stands before each answer's text: its prompt when echo is on."""
+    deadline: Deadline | None = None
 
 
 class Prompts:
@@ -78,17 +88,35 @@ class Completions:
     """Limit: `max_sequences` at the same time; a request that would exceed it gets a 429."""
 
     def __init__(
-        self, fleet: Fleet, prompts: Prompts, *, metrics: GatewayMetrics, max_sequences: int
+        self,
+        fleet: Fleet,
+        prompts: Prompts,
+        *,
+        metrics: GatewayMetrics,
+        traces: RequestTraces,
+        max_sequences: int,
     ) -> None:
         self.fleet = fleet
         self.prompts = prompts
+        self._traces = traces
         self._metrics = metrics
         self._max_sequences = max_sequences
         self._num_sequences = 0
         self._counter = itertools.count(1)
+        self._clocks: dict[str, asyncio.TimerHandle] = {}
+        """Deadlines of the runs that have one, by their first sequence's id: callers may repeat theirs."""
 
-    async def prepare(self, call: GenerationCall, request_id: str) -> Run:
-        """Nothing runs yet. Raises ApiError."""
+    async def prepare(self, call: GenerationCall, request_id: str, deadline: Deadline | None = None) -> Run:
+        """Nothing runs yet. Raises ApiError, a 504 when the deadline passes."""
+        if deadline is None:
+            return await self._prepare(call, request_id, None)
+        try:
+            async with asyncio.timeout_at(deadline.at_s):
+                return await self._prepare(call, request_id, deadline)
+        except TimeoutError:
+            raise self._too_late(deadline) from None
+
+    async def _prepare(self, call: GenerationCall, request_id: str, deadline: Deadline | None) -> Run:
         info = await self.fleet.model_info(call.model)
         _check_max_tokens(call.sampling, info)
         hashing = HashRequest(self.fleet.profiles(info.model_name), cache_salt=call.cache_salt)
@@ -97,19 +125,20 @@ class Completions:
             # A prompt of ids is refused before it is worked on.
             if isinstance(prompt, tuple):
                 _check_prompt(prompt, call, info)
-            one = await self.prompts.tokenize(
-                prompt, add_special_tokens=call.add_special_tokens, hashing=hashing
-            )
+            with self._traces.tokenizing():
+                one = await self.prompts.tokenize(
+                    prompt, add_special_tokens=call.add_special_tokens, hashing=hashing
+                )
             if not isinstance(prompt, tuple):
                 _check_prompt(one.token_ids, call, info)
             tokenized.append(one)
         echoes = await self._echoes(call, tokenized)
         sequences = [
-            Sequence(f"{request_id}-{next(self._counter)}", work)
+            Sequence(f"{request_id}-{next(self._counter)}", work, traceparent=self._traces.traceparent())
             for one in tokenized
-            for work in _works(one, call, info)
+            for work in _works(one, call, info, deadline)
         ]
-        return Run(request_id, int(time.time()), call, info, tuple(sequences), echoes)
+        return Run(request_id, int(time.time()), call, info, tuple(sequences), echoes, deadline)
 
     async def _echoes(self, call: GenerationCall, tokenized: list[TokenizedPrompt]) -> tuple[str, ...]:
         echoes: list[str] = []
@@ -131,14 +160,33 @@ class Completions:
                 retry_after_s=1.0,
             )
         self._count(num)
+        if run.deadline is not None:
+            self._clocks[run.sequences[0].request_id] = asyncio.get_running_loop().call_at(
+                run.deadline.at_s, self._expire, run, run.deadline
+            )
+        self._traces.begin(run.sequences)
         for sequence in run.sequences:
             self.fleet.start(sequence)
+
+    def _expire(self, run: Run, deadline: Deadline) -> None:
+        """Here and not only in the engine, which may be the one that is away."""
+        error = self._too_late(deadline)
+        for sequence in run.sequences:
+            sequence.fail(error)
+
+    def _too_late(self, deadline: Deadline) -> ApiError:
+        self._metrics.deadlines.inc()
+        return deadline_exceeded(deadline.timeout_s)
 
     def end(self, run: Run) -> None:
         """Exactly once per start, however the request ended: whatever still runs is dropped."""
         self._count(-len(run.sequences))
+        clock = self._clocks.pop(run.sequences[0].request_id, None)
+        if clock is not None:
+            clock.cancel()
         for sequence in run.sequences:
             self.fleet.cancel(sequence)
+        self._traces.end(run.sequences)
 
     def _count(self, by: int) -> None:
         self._num_sequences += by
@@ -168,7 +216,9 @@ class Completions:
                 task.cancel()
 
 
-def _works(one: TokenizedPrompt, call: GenerationCall, info: EngineInfo) -> list[Work]:
+def _works(
+    one: TokenizedPrompt, call: GenerationCall, info: EngineInfo, deadline: Deadline | None
+) -> list[Work]:
     sampling = call.sampling
     room = info.max_model_len - len(one.token_ids)
     params = SamplingParams(
@@ -197,14 +247,19 @@ def _works(one: TokenizedPrompt, call: GenerationCall, info: EngineInfo) -> list
         eos_token_ids=frozenset(info.eos_token_ids),
         cache_salt=call.cache_salt,
         priority=call.priority,
+        deadline_s=deadline.at_s if deadline is not None else None,
+        tenant=call.tenant,
+        pin=call.cache_pin,
+        pin_ttl_s=call.cache_pin_ttl_s,
     )
     # Answers to one prompt are to differ, also with a seed.
-    return [_with_seed(work, i) for i in range(call.n)]
+    others = replace(work, pin=False)
+    return [work, *(_with_seed(others, i) for i in range(1, call.n))]
 
 
 def _with_seed(work: Work, i: int) -> Work:
     seed = work.sampling.seed
-    if seed is None or i == 0:
+    if seed is None:
         return work
     values = {name: getattr(work.sampling, name) for name in work.sampling.__struct_fields__}
     return replace(work, sampling=SamplingParams(**{**values, "seed": seed + i}))

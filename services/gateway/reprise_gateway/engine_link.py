@@ -279,5 +279,15 @@ def _submission(wire_id: str, sequence: Sequence, info: EngineInfo | None) -> Su
         block_hashes=work.hashes.get(profile_id),
         cache_salt=work.cache_salt,
         priority=work.priority,
+        tenant=work.tenant,
+        pin=work.pin,
+        pin_ttl_s=work.pin_ttl_s,
+        timeout_s=_remaining_s(work.deadline_s),
+        traceparent=sequence.traceparent,
         num_output_tokens=len(sequence.output_ids),
     )
+
+
+def _remaining_s(deadline_s: float | None) -> float:
+    """0 = no deadline; one that has passed is given the least time there is."""
+    return 0.0 if deadline_s is None else max(deadline_s - time.monotonic(), 0.001)

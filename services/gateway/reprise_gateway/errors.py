@@ -63,8 +63,13 @@ def unknown_model(name: str, known: list[str]) -> ApiError:
     return ApiError(404, f"model: {name!r} does not exist; served here: {served}", param="model")
 
 
+def deadline_exceeded(timeout_s: float) -> ApiError:
+    return ApiError(504, f"not finished within {timeout_s:g} s")
+
+
 def from_reprise_error(error: RepriseError, *, retry_after_s: float = 0.0) -> ApiError:
     status = HTTP_STATUSES[error.kind]
+    retry_after_s = retry_after_s or error.retry_after_s
     if status in (429, 503) and not retry_after_s:
         retry_after_s = 1.0
     return ApiError(status, str(error), retry_after_s=retry_after_s)

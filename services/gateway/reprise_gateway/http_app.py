@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,8 +21,8 @@ from reprise_gateway.calls import (
     read_detokenize,
     read_tokenize,
 )
-from reprise_gateway.completions import Completions, Run
-from reprise_gateway.errors import ApiError, bad_shape, from_reprise_error
+from reprise_gateway.completions import Completions, Deadline, Run
+from reprise_gateway.errors import ApiError, bad_rule, bad_shape, from_reprise_error
 from reprise_gateway.fleet_admin import FleetAdmin
 from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.responses import ClientGone, EventStream, error_response, json_response, unless_gone
@@ -29,9 +30,13 @@ from reprise_runtime.logs import get_logger
 
 ROUTES = frozenset({
     "/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/health", "/ping",
-    "/version", "/load", "/metrics", "/reset_prefix_cache",
+    "/version", "/load", "/metrics", "/reset_prefix_cache", "/pins",
 })  # fmt: skip
 _MAX_REQUEST_ID = 128
+_TENANT_HEADER = "X-Tenant-Id"
+_MAX_TENANT = 128
+_TIMEOUT_HEADER = "X-Request-Timeout-S"
+_MAX_TIMEOUT_S = 86_400
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "off"})
 
@@ -50,8 +55,10 @@ class GatewayHttp:
         version: str,
         problem: Callable[[], str | None],
         num_inflight: Callable[[], int],
+        trust_tenant_header: bool = False,
     ) -> None:
         """`problem`: why requests cannot be served now, or None."""
+        self._trust_tenant_header = trust_tenant_header
         self._completions = completions
         self._admin = admin
         self._metrics = metrics
@@ -77,7 +84,11 @@ class GatewayHttp:
             ("GET", "/metrics", self.metrics),
         ]
         if dev_mode:
-            routes.append(("POST", "/reset_prefix_cache", self.reset))
+            routes += [
+                ("POST", "/reset_prefix_cache", self.reset),
+                ("GET", "/pins", self.pins),
+                ("DELETE", "/pins/{name}", self.unpin),
+            ]
         for method, path, handler in routes:
             app.add_api_route(path, handler, methods=[method], response_model=None)
         app.add_exception_handler(ApiError, _on_api_error)
@@ -102,9 +113,12 @@ class GatewayHttp:
     ) -> Response:
         started_s = time.monotonic()
         call = read(await self._body(request), self._limits)
+        if self._trust_tenant_header:
+            call = replace(call, tenant=_tenant(request))
         self._metrics.unknown_fields.inc(call.num_unknown_fields)
         request_id = f"{id_prefix}-{_caller_id(request) or uuid.uuid4().hex}"
-        run = await unless_gone(request, self._completions.prepare(call, request_id))
+        deadline = _deadline(request)
+        run = await unless_gone(request, self._completions.prepare(call, request_id, deadline))
         self._completions.start(run)
         if call.stream:
             return await self._stream(request, run, started_s)
@@ -198,6 +212,13 @@ class GatewayHttp:
             )
         )
 
+    async def pins(self, request: Request) -> Response:
+        return json_response(await self._admin.pins())
+
+    async def unpin(self, request: Request) -> Response:
+        await self._admin.unpin(request.path_params["name"])
+        return Response(status_code=204)
+
     async def _body(self, request: Request) -> dict[str, Any]:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
@@ -224,6 +245,35 @@ def _caller_id(request: Request) -> str | None:
     if value and len(value) <= _MAX_REQUEST_ID and value.isascii() and value.isprintable():
         return value
     return None
+
+
+def _deadline(request: Request) -> Deadline | None:
+    """From the caller's X-Request-Timeout-S: seconds from now in which it wants all of the answer."""
+    text = request.headers.get(_TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise bad_rule(
+            _TIMEOUT_HEADER,
+            f"{_TIMEOUT_HEADER}: {text!r:.60}, must be a number of seconds above 0 and at most"
+            f" {_MAX_TIMEOUT_S}",
+        )
+    return Deadline(timeout_s, time.monotonic() + timeout_s)
+
+
+def _tenant(request: Request) -> str:
+    """From the X-Tenant-Id that whoever stands before us has set; empty = none."""
+    tenant: str = request.headers.get(_TENANT_HEADER, "")
+    if len(tenant) > _MAX_TENANT or not tenant.isascii() or not tenant.isprintable():
+        raise bad_rule(
+            _TENANT_HEADER,
+            f"{_TENANT_HEADER}: {tenant!r:.60}, must be at most {_MAX_TENANT} printable ASCII characters",
+        )
+    return tenant
 
 
 def _query_flag(request: Request, name: str) -> bool:

@@ -30,6 +30,9 @@ class GatewayMetrics:
         self.unknown_fields = Counter(
             prefix + "unknown_fields", "Fields of request bodies that nobody knows", registry=registry
         )
+        self.deadlines = Counter(
+            prefix + "deadlines_exceeded", "Requests whose own time limit passed", registry=registry
+        )
         self.disconnects = Counter(
             prefix + "client_disconnects", "Requests whose client went away", registry=registry
         )

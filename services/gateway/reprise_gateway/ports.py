@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from reprise_wire.clients.engine import EngineInfo, RequestDelta, ResetAnswer, Submission
+from reprise_wire.clients.engine import EngineInfo, PinInfo, RequestDelta, ResetAnswer, Submission
 from reprise_wire.clients.tokenizer import ChatPrompt, DetokenizeUpdate, TextDelta, TokenizedPrompt
 from reprise_wire.hash_profiles import HashRequest, ProfileHashes
 
@@ -34,6 +34,10 @@ class EngineApi(Protocol):
     ) -> ResetAnswer: ...
 
     async def metrics(self, *, timeout_s: float) -> str: ...
+
+    async def pins(self, *, timeout_s: float) -> list[PinInfo]: ...
+
+    async def unpin(self, pin_id: int, *, timeout_s: float) -> None: ...
 
 
 class TextStream(Protocol):

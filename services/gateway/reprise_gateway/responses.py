@@ -1,6 +1,7 @@
 """Answers that stop their work as soon as the client is gone."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s else None
+    headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if error.retry_after_s else None
     return json_response(error.body(), error.status, headers)
 
 

@@ -24,6 +24,12 @@ class Work:
     eos_token_ids: frozenset[int]
     cache_salt: str | None = None
     priority: int = 0
+    deadline_s: float | None = None
+    """On the monotonic clock; engines are told the time that remains."""
+    tenant: str = ""
+    pin: bool = False
+    pin_ttl_s: float = 0.0
+    """0 = until unpinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Sequence:
     """Output tokens whose text is known."""
     error: ApiError | None = None
     num_resubmissions: int = 0
+    traceparent: str = ""
+    """The trace that its engine is to go on; empty = none."""
 
     # The tokenizer's side of the present text stream.
     num_sent: int = 0

@@ -5,14 +5,15 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from reprise_core.errors import InvalidInput
+from reprise_runtime import tracing
 from reprise_runtime.addresses import split_address
-from reprise_runtime.settings import ServiceSettings, settings_config
+from reprise_runtime.settings import settings_config
 
 KIB = 1024
 MIB = 1024 * KIB
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(tracing.TracedSettings):
     model_config = settings_config("gateway")
     service: ClassVar[str] = "gateway"
 
@@ -23,7 +24,9 @@ class GatewaySettings(ServiceSettings):
     engines: str = "127.0.0.1:50052"
     """gRPC addresses of the engines' schedulers, separated by commas."""
     dev_mode: bool = False
-    """Serves /reset_prefix_cache."""
+    """Serves /reset_prefix_cache and /pins."""
+    trust_tenant_header: bool = False
+    """Takes the tenant from X-Tenant-Id: only where a proxy in front sets it, and callers cannot."""
 
     max_inflight_requests: int = Field(default=1024, ge=1)
     """HTTP requests worked on at the same time; one more gets a 429."""

@@ -1,6 +1,7 @@
 """The scheduler service, wired."""
 
 import asyncio
+import time
 
 from prometheus_client import CollectorRegistry
 
@@ -10,6 +11,7 @@ from reprise_core.models import ModelInfo
 from reprise_core.requests import FinishReason
 from reprise_runtime.grpc_server import GrpcServer, channel
 from reprise_runtime.health import Readiness
+from reprise_runtime.tracing import Tracing
 from reprise_runtime.version import version
 from reprise_scheduler.adapters.event_sender import EventSender
 from reprise_scheduler.adapters.external_blocks import StoreBlocks
@@ -17,8 +19,10 @@ from reprise_scheduler.adapters.worker_link import WorkerLink
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import GatewayStreams
 from reprise_scheduler.metrics import EngineMetrics, EventMetrics, LinkMetrics, StreamMetrics, step_overhead
+from reprise_scheduler.policies import policy_maker
 from reprise_scheduler.probe import OverheadProbe, Probe
 from reprise_scheduler.profile import check_shared_seed
+from reprise_scheduler.request_traces import RequestTraces
 from reprise_scheduler.servicer import EngineRpc
 from reprise_scheduler.settings import SchedulerSettings
 from reprise_wire.clients.tokenizer import TokenizerClient
@@ -27,7 +31,10 @@ from reprise_wire.clients.tokenizer import TokenizerClient
 class SchedulerApp:
     def __init__(self, settings: SchedulerSettings, probe: Probe | None = None) -> None:
         check_shared_seed(settings.prefix_caching_hash_algo, shared_store=bool(settings.store_address))
+        policy_maker(settings)  # a policy that cannot be made stops the start
         self.registry = CollectorRegistry()
+        self._tracing = Tracing(settings.trace_exporter, settings.service, self.registry)
+        traces = RequestTraces(self._tracing, engine_id=settings.engine_id, clock=time.monotonic)
         self.readiness = Readiness()
         self.readiness.unmet("worker", f"waiting for a worker on {settings.workers_endpoint}")
         stream_metrics = StreamMetrics(self.registry)
@@ -43,11 +50,11 @@ class SchedulerApp:
             else None
         )
         self._external = (
-            StoreBlocks(settings.store_address, namespace=settings.namespace)
+            StoreBlocks(settings.store_address, namespace=settings.namespace, tracing=self._tracing)
             if settings.store_address
             else None
         )
-        self._tokenizer = channel(settings.tokenizer_address)
+        self._tokenizer = channel(settings.tokenizer_address, self._tracing)
         self._streams = GatewayStreams(
             stream_metrics,
             grace_s=settings.stream_grace_s,
@@ -65,6 +72,7 @@ class SchedulerApp:
             external=self._external,
             deliver=self._streams.deliver,
             probe=probe,
+            traces=traces,
         )
         self._link = WorkerLink(
             settings.workers_endpoint,
@@ -83,6 +91,7 @@ class SchedulerApp:
             stream_metrics,
             self.registry,
             probe,
+            traces,
             version=version(),
         )
         self._server = GrpcServer(
@@ -113,3 +122,4 @@ class SchedulerApp:
         if self._external is not None:
             await self._external.close()
         await self._tokenizer.close()
+        await asyncio.to_thread(self._tracing.close)

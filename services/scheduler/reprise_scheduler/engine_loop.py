@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 
-from reprise_core.errors import FailedPrecondition, InvalidInput, RepriseError, Unavailable
+from reprise_core.errors import FailedPrecondition, RepriseError, Unavailable
 from reprise_core.hash_chain import BlockHasher
 from reprise_core.models import ModelInfo, WorkerCapacity
 from reprise_core.requests import FinishReason
@@ -16,10 +16,14 @@ from reprise_core.steps import StepResult, TransferReport
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import LimitedLog, get_logger
 from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
+from reprise_scheduler.kv_cache.pins import Pin
 from reprise_scheduler.metrics import EngineMetrics
+from reprise_scheduler.policies import policy_maker
 from reprise_scheduler.ports import EventSink, ExternalBlocks, PlanSink
 from reprise_scheduler.probe import Mark, Probe
 from reprise_scheduler.profile import make_profile
+from reprise_scheduler.request_traces import RequestTraces
+from reprise_scheduler.sched.backpressure import QueueFull
 from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
@@ -42,6 +46,7 @@ class EngineLoop:
         external: ExternalBlocks | None,
         deliver: Deliver,
         probe: Probe,
+        traces: RequestTraces,
     ) -> None:
         self._settings = settings
         self._readiness = readiness
@@ -50,6 +55,7 @@ class EngineLoop:
         self._external = external
         self._deliver = deliver
         self._probe = probe
+        self._traces = traces
         self._log = get_logger()
         self._limited = LimitedLog()
         self._plan_sink: PlanSink | None = None
@@ -79,11 +85,9 @@ class EngineLoop:
         scheduler = self.require_scheduler()
         try:
             scheduler.add(request)
-        except InvalidInput:
-            raise
-        except RepriseError:
+        except QueueFull as error:
             assert self.metrics is not None
-            self.metrics.rejected.inc()
+            self.metrics.rejected[error.limit].inc()
             raise
         self._pump_soon()
 
@@ -91,6 +95,7 @@ class EngineLoop:
         if self.scheduler is None or request.finished:
             return
         self.scheduler.finish(request, reason, num_output_tokens=num_output_tokens)
+        self._traces.finish(request, reason)
         assert self.metrics is not None
         self.metrics.observe_finish(request, reason, time.monotonic())
         self._pump_soon()
@@ -102,6 +107,7 @@ class EngineLoop:
             raise FailedPrecondition(
                 f"this engine serves {self.model.name!r}, the worker holds {model.name!r}"
             )
+        self._traces.lost_worker()
         kv_config = self._kv_config(capacity)
         config = self._settings.scheduler_config(
             max_model_len=model.max_model_len, worker_max_tokens=capacity.max_num_batched_tokens
@@ -114,6 +120,7 @@ class EngineLoop:
                 enable_events=self._event_sink is not None,
                 enable_connector=self._external is not None and self._settings.enable_prefix_caching,
                 eos_token_ids=model.eos_token_ids,
+                make_policy=policy_maker(self._settings),
             )
             self.metrics = self._make_metrics(model)
         else:
@@ -141,6 +148,10 @@ class EngineLoop:
             ),
             enable_caching=self._settings.enable_prefix_caching,
             watermark=self._settings.watermark,
+            full_prompt_hit=self._settings.full_prompt_hit,
+            verify_tokens=self._settings.verify_tokens,
+            track_misses=self._settings.track_misses,
+            max_pinned_blocks=self._settings.max_pinned_blocks,
         )
 
     def _cache_facts(self) -> dict[str, object]:
@@ -153,6 +164,7 @@ class EngineLoop:
 
     def on_lost(self, why: str) -> None:
         self._connected = False
+        self._traces.lost_worker()
         self._readiness.unmet("worker", f"lost the worker: {why}")
         if self.scheduler is not None:
             self.scheduler.lose_worker()
@@ -165,13 +177,16 @@ class EngineLoop:
         self._probe.mark(Mark.APPLIED)
         self._pump()
         self._probe.mark(Mark.PUBLISHED)
+        if self._traces.active:
+            self._traces.received(result, now_s)
         self._hand_out(outputs)
         self._probe.mark(Mark.DELIVERED)
 
     def on_transfer(self, report: TransferReport) -> None:
         assert self.scheduler is not None
-        self.scheduler.end_load(report.loads)
+        outputs = self.scheduler.end_load(report.loads)
         self._pump()
+        self._hand_out(outputs)
 
     # -- planning -----------------------------------------------------------------------------
 
@@ -189,10 +204,12 @@ class EngineLoop:
         assert self._plan_sink is not None
         assert self.metrics is not None
         self._start_lookups(scheduler)
-        while (plan := scheduler.plan_step(now_s=time.monotonic())) is not None:
+        while (plan := scheduler.plan_step(now_s=(planning_s := time.monotonic()))) is not None:
             self._probe.mark(Mark.PLANNED)
             self._plan_sink.send_plan(plan)
             self._probe.mark(Mark.SENT)
+            if self._traces.active:
+                self._traces.sent(plan, planning_s)
             self.metrics.observe_plan(plan.num_tokens)
         self._start_lookups(scheduler)  # of requests that were preempted just now
         self._send_events()
@@ -201,6 +218,8 @@ class EngineLoop:
         if outputs:
             assert self.metrics is not None
             self._deliver(outputs)
+            if self._traces.active:
+                self._traces.finished(outputs)
             self.metrics.observe_outputs(outputs, time.monotonic())
 
     def _send_events(self) -> None:
@@ -212,6 +231,17 @@ class EngineLoop:
     def refresh_metrics(self) -> None:
         if self.scheduler is not None and self.metrics is not None:
             self.metrics.refresh(self.scheduler)
+
+    # -- pins -----------------------------------------------------------------------------------
+
+    def pins(self) -> list[Pin]:
+        return self.require_scheduler().pins(now_s=time.monotonic())
+
+    def unpin(self, pin_id: int) -> bool:
+        """False if there is no such pin, any more or at all."""
+        found = self.require_scheduler().unpin(pin_id)
+        self._pump_soon()  # somebody may have waited for these blocks
+        return found
 
     # -- the external tier ----------------------------------------------------------------------
 
@@ -229,9 +259,10 @@ class EngineLoop:
             self._settings.max_external_wait_s + 0.01, self._pump_soon
         )
         try:
-            tiers, generation = await self._external.lookup(
-                self._fingerprint, len(self.capacity.groups), request.block_hashes[:num_hashes]
-            )
+            with self._traces.looking_up(request):
+                tiers, generation = await self._external.lookup(
+                    self._fingerprint, len(self.capacity.groups), request.block_hashes[:num_hashes]
+                )
         except RepriseError as error:
             self._limited.warning(self._log, "look-up in the store failed", error=str(error))
         finally:

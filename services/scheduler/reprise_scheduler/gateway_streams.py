@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from reprise_core.errors import RepriseError
 from reprise_core.requests import FinishReason, PromptSources
 from reprise_scheduler.metrics import StreamMetrics
 from reprise_scheduler.sched.outputs import Output
@@ -21,6 +22,7 @@ class Ending:
     stop_token_id: int | None = None
     error_kind: str = ""
     error: str = ""
+    retry_after_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -44,6 +46,13 @@ class OwnedRequest:
     """None while its prompt is being hashed."""
     ending: Ending | None = None
     cancelled: bool = False
+    deadline: asyncio.TimerHandle | None = None
+
+    def stop_clock(self) -> None:
+        """It has ended: its deadline means nothing any more."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
 @dataclass(slots=True, eq=False)
@@ -127,13 +136,19 @@ class GatewayStreams:
         gateway.outbox.pop(client_request_id, None)
         if owned is not None:
             owned.cancelled = True
+            owned.stop_clock()
             if owned.request is not None and owned.ending is None:
                 self._abort(owned.request)
 
-    def fail(self, owned: OwnedRequest, kind: str, message: str) -> None:
+    def fail(self, owned: OwnedRequest, error: RepriseError) -> None:
         """The request ends with an error that the caller is told."""
         index = owned.request.num_output_tokens if owned.request is not None else 0
-        ending = Ending(FinishReason.ERROR, error_kind=kind, error=message)
+        ending = Ending(
+            FinishReason.ERROR,
+            error_kind=error.kind.value,
+            error=str(error),
+            retry_after_s=error.retry_after_s,
+        )
         self._push(owned, Delta(owned.client_request_id, index, [], ending=ending))
 
     def deliver(self, outputs: Sequence[Output]) -> None:
@@ -156,6 +171,7 @@ class GatewayStreams:
         gateway = owned.gateway
         if delta.ending is not None:
             owned.ending = delta.ending
+            owned.stop_clock()
             asyncio.get_running_loop().call_later(self._grace_s, self._forget, owned)
         if gateway.stream is None:
             return  # told again from the request's own tokens when the gateway is back

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from reprise_core.models import WorkerCapacity
 from reprise_core.requests import FinishReason
+from reprise_scheduler.kv_cache.miss_reasons import MissKind
+from reprise_scheduler.sched.backpressure import QueueLimit
 from reprise_scheduler.sched.outputs import Counters, Output
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
@@ -44,6 +46,18 @@ _SOURCE_OF_TIER = {
     "external": "external_unspecified",
     "p2p": "p2p",
 }
+
+
+class _Rising:
+    """A counter of a sum that is kept elsewhere."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen = 0
+
+    def set(self, total: int) -> None:
+        self._counter.inc(total - self._seen)
+        self._seen = total
 
 
 class LinkMetrics:
@@ -94,6 +108,9 @@ class StreamMetrics:
         self.merged = Counter(
             prefix + "merged_deltas", "Deltas merged because a gateway read slowly", registry=registry
         )
+        self.deadlines = Counter(
+            prefix + "deadlines_exceeded", "Requests ended because their time was up", registry=registry
+        )
         self.rehashed = Counter(
             prefix + "rehashed_prompts", "Prompts that came without hashes of this profile", registry=registry
         )
@@ -115,6 +132,9 @@ class EngineMetrics:
         )
         self._waiting_capacity = by_reason.labels(**self._names, reason="capacity")
         self._waiting_deferred = by_reason.labels(**self._names, reason="deferred")
+        self._waiting_tokens = Gauge(
+            "reprise_scheduler_waiting_tokens", "Tokens of the requests that wait", registry=registry
+        )
         self._usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
 
         self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache")
@@ -188,12 +208,27 @@ class EngineMetrics:
             ("model_name", "reason"),
             registry=registry,
         )
-        self.rejected = rejections.labels(model_name=model_name, reason="max_num_queued_reqs")
-        rejections.labels(model_name=model_name, reason="max_num_queued_tokens")
+        self.rejected = {
+            limit: rejections.labels(model_name=model_name, reason=limit.value) for limit in QueueLimit
+        }
         self._own_counters(registry)
 
     def _own_counters(self, registry: CollectorRegistry) -> None:
         prefix = "reprise_scheduler_"
+        self._collisions = _Rising(
+            Counter(prefix + "hash_collisions", "Hits whose tokens were others", registry=registry)
+        )
+        self._pins_refused = _Rising(
+            Counter(prefix + "pins_refused", "Pins past the limit on pinned blocks", registry=registry)
+        )
+        self._pinned_blocks = Gauge(prefix + "pinned_blocks", "Blocks that pins keep", registry=registry)
+        misses = Counter(
+            prefix + "lookup_misses",
+            "Requests by why their look-up found no more",
+            ("reason",),
+            registry=registry,
+        )
+        self._misses = {kind: _Rising(misses.labels(reason=kind.value)) for kind in MissKind}
         self._own = {
             field: Counter(prefix + field, text, registry=registry)
             for field, text in (
@@ -203,6 +238,7 @@ class EngineMetrics:
                 ("saves_offered", "Blocks offered to the store"),
                 ("saves_dropped", "Blocks not saved because a queue was full"),
                 ("stale_results", "Step results that no step in flight waited for"),
+                ("priority_cuts", "Requests that asked for a better priority than their tenant may have"),
             )
         }
 
@@ -267,6 +303,7 @@ class EngineMetrics:
         self._waiting.set(scheduler.num_waiting)
         self._waiting_capacity.set(len(scheduler.waiting))
         self._waiting_deferred.set(deferred)
+        self._waiting_tokens.set(scheduler.num_waiting_tokens)
         self._usage.set(scheduler.manager.usage)
         stats = scheduler.manager.take_stats()
         self._queries.inc(stats.queries)
@@ -275,6 +312,11 @@ class EngineMetrics:
         self._preemptions.inc(now.preemptions - seen.preemptions)
         self._external_queries.inc(now.external_queried_tokens - seen.external_queried_tokens)
         self._external_hits.inc(now.external_hit_tokens - seen.external_hit_tokens)
+        self._collisions.set(scheduler.num_hash_collisions)
+        self._pins_refused.set(scheduler.num_pins_refused)
+        self._pinned_blocks.set(scheduler.manager.num_pinned_blocks)
+        for kind, rising in self._misses.items():
+            rising.set(scheduler.lookup_misses[kind])
         for field, counter in self._own.items():
             counter.inc(getattr(now, field) - getattr(seen, field))
         self._seen = now.copy()

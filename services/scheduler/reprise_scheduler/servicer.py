@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,14 +12,16 @@ from prometheus_client.exposition import generate_latest
 
 from reprise.v1 import engine_pb2 as pb
 from reprise.v1.engine_pb2_grpc import EngineServicer
-from reprise_core.errors import InvalidInput, RepriseError
+from reprise_core.errors import DeadlineExceeded, InvalidInput, NotFound, RepriseError
 from reprise_core.extra_keys import HashInputs, LoraAdapter
 from reprise_core.ids import RequestId
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import Delta, Ending, Gateway, GatewayStreams, OwnedRequest
+from reprise_scheduler.kv_cache.pins import Pin
 from reprise_scheduler.metrics import StreamMetrics
 from reprise_scheduler.probe import Mark, Probe
+from reprise_scheduler.request_traces import RequestTraces
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.settings import SchedulerSettings
 from reprise_wire.clients.tokenizer import TokenizerClient
@@ -42,10 +45,12 @@ class EngineRpc(EngineServicer):
         metrics: StreamMetrics,
         registry: CollectorRegistry,
         probe: Probe,
+        traces: RequestTraces,
         *,
         version: str,
     ) -> None:
         self._probe = probe
+        self._traces = traces
         self._settings = settings
         self._loop = loop
         self._streams = streams
@@ -92,6 +97,7 @@ class EngineRpc(EngineServicer):
         owned = gateway.owned.pop(message.request_id, None)
         if owned is not None and owned.request is not None:
             owned.cancelled = True
+            owned.stop_clock()
             self._loop.finish(owned.request, FinishReason.STOP, num_output_tokens=message.num_output_tokens)
 
     def _submit(self, gateway: Gateway, message: pb.Submit) -> None:
@@ -101,13 +107,18 @@ class EngineRpc(EngineServicer):
         try:
             self._accept(owned, message)
         except RepriseError as error:
-            self._streams.fail(owned, error.kind.value, str(error))
+            self._streams.fail(owned, error)
 
     def _accept(self, owned: OwnedRequest, message: pb.Submit) -> None:
         self._loop.require_scheduler()
         profile = self._loop.profile
         assert profile is not None
         _check(message, self._loop)
+        _check_pin(message, self._settings)
+        if message.timeout_s > 0:
+            owned.deadline = asyncio.get_running_loop().call_later(
+                message.timeout_s, self._expire, owned, message.timeout_s
+            )
         if message.block_hashes.profile_id == profile.profile_id:
             self._enqueue(owned, message, profile.split(message.block_hashes.digests))
         else:
@@ -121,11 +132,12 @@ class EngineRpc(EngineServicer):
         assert profile is not None
         try:
             hashing = HashRequest((profile,), message.cache_salt or None, _lora(message))
-            answer = await self._hasher.hash_tokens(message.token_ids, hashing)
-            if not owned.cancelled:
+            with self._traces.hashing(message.traceparent):
+                answer = await self._hasher.hash_tokens(message.token_ids, hashing)
+            if not owned.cancelled and owned.ending is None:
                 self._enqueue(owned, message, profile.split(answer[0].digests if answer else b""))
         except RepriseError as error:
-            self._streams.fail(owned, error.kind.value, str(error))
+            self._streams.fail(owned, error)
 
     def _enqueue(self, owned: OwnedRequest, message: pb.Submit, hashes: list[Any]) -> None:
         hasher = self._loop.hasher
@@ -147,16 +159,20 @@ class EngineRpc(EngineServicer):
             tenant=message.tenant,
             cache_salt=salt,
             lora=lora,
+            pin=message.pin,
+            pin_ttl_s=message.pin_ttl_s,
         )
         self._loop.submit(request)
         owned.request = request
-        if message.timeout_s > 0:
-            asyncio.get_running_loop().call_later(message.timeout_s, self._expire, owned, message.timeout_s)
+        if message.traceparent:
+            self._traces.begin(request, message.traceparent)
 
     def _expire(self, owned: OwnedRequest, timeout_s: float) -> None:
-        if owned.request is not None and not owned.request.finished and not owned.cancelled:
+        """Wherever the request is: being hashed, waiting, or in a step, which is executed as sent."""
+        self._metrics.deadlines.inc()
+        if owned.request is not None:
             self._loop.finish(owned.request, FinishReason.ERROR)
-            self._streams.fail(owned, "deadline", f"not finished within {timeout_s:g} s")
+        self._streams.fail(owned, DeadlineExceeded(f"not finished within {timeout_s:g} s"))
 
     # -- unary ----------------------------------------------------------------------------------
 
@@ -196,6 +212,15 @@ class EngineRpc(EngineServicer):
         self._loop.refresh_metrics()
         return pb.GetMetricsResponse(text=generate_latest(self._registry).decode())
 
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        now_s = time.monotonic()
+        return pb.ListPinsResponse(pins=[_pin_to_proto(pin, now_s) for pin in self._loop.pins()])
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
+        if not self._loop.unpin(request.pin_id):
+            raise NotFound(f"there is no pin {request.pin_id}")
+        return pb.UnpinResponse()
+
 
 # -- wire to values and back ----------------------------------------------------------------------
 
@@ -211,6 +236,8 @@ def _check(message: pb.Submit, loop: EngineLoop) -> None:
     largest = max(message.token_ids)
     if largest >= loop.model.vocab_size:
         raise InvalidInput("token_ids", f"{largest} is outside the vocabulary of {loop.model.vocab_size}")
+    if not 0 <= message.timeout_s < math.inf:
+        raise InvalidInput("timeout_s", f"{message.timeout_s}, must be 0 (none) or a positive number")
     sampling = message.sampling
     if sampling.max_tokens < 1:
         raise InvalidInput("max_tokens", f"{sampling.max_tokens}, must be at least 1")
@@ -218,6 +245,14 @@ def _check(message: pb.Submit, loop: EngineLoop) -> None:
         raise InvalidInput("temperature", f"{sampling.temperature}, must be 0 or more")
     if sampling.temperature > 0 and not 0 < sampling.top_p <= 1:
         raise InvalidInput("top_p", f"{sampling.top_p}, must be above 0 and at most 1")
+
+
+def _check_pin(message: pb.Submit, settings: SchedulerSettings) -> None:
+    """In the words of HTTP callers, who are the ones to read it."""
+    if not 0 <= message.pin_ttl_s < math.inf:
+        raise InvalidInput("cache_pin_ttl_s", f"{message.pin_ttl_s}, must be 0 (no limit) or more")
+    if message.pin and not settings.max_pinned_blocks:
+        raise InvalidInput("cache_pin", "true, but this engine pins nothing: its max_pinned_blocks is 0")
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:
@@ -247,6 +282,16 @@ def _delta_to_proto(delta: Delta) -> pb.RequestDelta:
     )
 
 
+def _pin_to_proto(pin: Pin, now_s: float) -> pb.Pin:
+    return pb.Pin(
+        pin_id=pin.pin_id,
+        tenant=pin.tenant,
+        num_tokens=pin.num_tokens,
+        num_blocks=len(pin.block_ids),
+        expires_in_s=None if pin.expires_at is None else max(pin.expires_at - now_s, 0.0),
+    )
+
+
 def _usage(sources: PromptSources) -> pb.PromptUsage:
     return pb.PromptUsage(
         prompt_tokens=sources.prompt_tokens,
@@ -258,5 +303,9 @@ def _usage(sources: PromptSources) -> pb.PromptUsage:
 
 
 def _finished(ending: Ending) -> pb.Finished:
-    error = pb.ErrorDetail(kind=ending.error_kind, message=ending.error) if ending.error_kind else None
+    error = None
+    if ending.error_kind:
+        error = pb.ErrorDetail(
+            kind=ending.error_kind, message=ending.error, retry_after_s=ending.retry_after_s
+        )
     return pb.Finished(reason=_REASONS[ending.reason], stop_token_id=ending.stop_token_id, error=error)

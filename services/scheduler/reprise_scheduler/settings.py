@@ -1,13 +1,19 @@
 """Settings of the scheduler service, from REPRISE_SCHEDULER_*."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from reprise_core.hash_algorithms import HashAlgorithm
-from reprise_runtime.settings import ServiceSettings, settings_config
-from reprise_scheduler.sched.config import SchedulerConfig, SchedulingPolicy
+from reprise_runtime import tracing
+from reprise_runtime.settings import settings_config
+from reprise_scheduler.sched.config import KvRole, LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
+
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-class SchedulerSettings(ServiceSettings):
+class SchedulerSettings(tracing.TracedSettings):
     model_config = settings_config("scheduler")
     service: ClassVar[str] = "scheduler"
 
@@ -27,7 +33,13 @@ class SchedulerSettings(ServiceSettings):
     """First part of external keys; the worker's must be the same."""
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
-    max_num_waiting: int = 1024
+    max_num_waiting: int = Field(default=1024, ge=1)
+    max_num_waiting_tokens: int = Field(default=0, ge=0)
+    """Tokens of the requests that wait; 0 = no limit."""
+    tenant_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """JSON object: not empty = tenants share the engine by these weights, those not named have 1."""
+    tenant_max_priority: dict[str, int] = Field(default_factory=dict)
+    """JSON object: the best (lowest) priority that a tenant may ask for; a better one is cut to it."""
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
@@ -36,8 +48,26 @@ class SchedulerSettings(ServiceSettings):
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: HashAlgorithm = HashAlgorithm.SHA256
+    eviction_policy: str = ""
+    """`module:Class` of an eviction policy; empty = least recently used."""
+    tenant_shares: dict[str, Share] = Field(default_factory=dict)
+    """JSON object: the part of the pool, 0 to 1, that a tenant's cached blocks may fill before they are
+    the first to go; tenants not named may fill all of it."""
+    full_prompt_hit: bool = False
+    """A prompt whose blocks are all cached computes one token: its last block is copied."""
+    verify_tokens: bool = False
+    """Keep the tokens of cached blocks and compare them on a hit."""
+    track_misses: bool = False
+    """Count why look-ups found no more."""
+    max_pinned_blocks: int = Field(default=0, ge=0)
+    """Blocks that requests' pins may keep; 0 refuses such requests. The context is bounded by the rest
+    of the pool."""
     max_external_wait_s: float = 1.0
     max_concurrent_loads: int = 16
+    kv_role: KvRole = KvRole.BOTH
+    """kv_both, or only save (kv_producer), or only load (kv_consumer)."""
+    kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    """recompute, or fail: a request whose load fails ends with an error."""
     worker_timeout_s: float = 5.0
     """A worker that was not heard of for so long is lost."""
     stream_grace_s: float = 5.0
@@ -52,6 +82,9 @@ class SchedulerSettings(ServiceSettings):
             max_num_batched_tokens=min(self.max_num_batched_tokens, worker_max_tokens),
             max_model_len=max_model_len,
             max_num_waiting=self.max_num_waiting,
+            max_num_waiting_tokens=self.max_num_waiting_tokens,
+            tenant_weights=self.tenant_weights,
+            tenant_max_priority=self.tenant_max_priority,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=self.scheduling_policy,
@@ -59,4 +92,6 @@ class SchedulerSettings(ServiceSettings):
             async_scheduling=self.async_scheduling,
             max_external_wait_s=self.max_external_wait_s,
             max_concurrent_loads=self.max_concurrent_loads,
+            kv_role=self.kv_role,
+            load_failure_policy=self.kv_load_failure_policy,
         )

@@ -10,6 +10,7 @@ from reprise.v1.store_service_pb2_grpc import add_StoreServiceServicer_to_server
 from reprise_runtime.grpc_server import GrpcServer
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
+from reprise_runtime.tracing import Tracing
 from reprise_store.adapters.block_server import BlockServer
 from reprise_store.adapters.redis_backend import RedisBackend, RedisLimits
 from reprise_store.breaker import CircuitBreaker
@@ -37,6 +38,7 @@ class StoreApp:
         self._settings = settings
         self._log = get_logger()
         self._metrics = StoreMetrics(self.registry)
+        self._tracing = Tracing(settings.trace_exporter, settings.service, self.registry)
         self._redis: RedisBackend | None = None
         self._external: ExternalTier | None = None
         self._write_behind: WriteBehind | None = None
@@ -66,6 +68,7 @@ class StoreApp:
             settings.listen_address,
             services=[SERVICE_NAME],
             add=lambda server: add_StoreServiceServicer_to_server(servicer, server),  # type: ignore[no-untyped-call]
+            tracing=self._tracing,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.blocks_endpoint = settings.blocks_endpoint
@@ -92,6 +95,7 @@ class StoreApp:
         await self._blocks.close()
         if self._redis is not None:
             await self._redis.close()
+        await asyncio.to_thread(self._tracing.close)
 
     def _make_external(self) -> None:
         settings = self._settings

@@ -5,7 +5,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from reprise_runtime.settings import ServiceSettings, settings_config
+from reprise_runtime import tracing
+from reprise_runtime.settings import settings_config
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -14,7 +15,7 @@ MAX_PORT = 65535
 REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys", "valkey+unix")
 
 
-class StoreSettings(ServiceSettings):
+class StoreSettings(tracing.TracedSettings):
     model_config = settings_config("store")
     service: ClassVar[str] = "store"
 

@@ -9,6 +9,7 @@ from reprise.v1.tokenizer_service_pb2_grpc import add_TokenizerServiceServicer_t
 from reprise_runtime.grpc_server import GrpcServer
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
+from reprise_runtime.tracing import Tracing
 from reprise_tokenizer.metrics import TokenizerMetrics
 from reprise_tokenizer.model_files import load_model_files
 from reprise_tokenizer.servicer import SERVICE_NAME, TokenizerRpc
@@ -28,6 +29,7 @@ class TokenizerApp:
         self._settings = settings
         self._log = get_logger()
         self._metrics = TokenizerMetrics(self.registry)
+        self._tracing = Tracing(settings.trace_exporter, settings.service, self.registry)
         self._pool = WorkPool(
             threads=settings.work_threads, queue_calls=settings.work_queue_calls, metrics=self._metrics
         )
@@ -53,6 +55,7 @@ class TokenizerApp:
             settings.listen_address,
             services=[SERVICE_NAME],
             add=lambda server: add_TokenizerServiceServicer_to_server(servicer, server),  # type: ignore[no-untyped-call]
+            tracing=self._tracing,
         )
         await self._grpc.start()
         self.readiness.met("grpc")
@@ -64,3 +67,4 @@ class TokenizerApp:
         if self._grpc is not None:
             await self._grpc.stop(min(STOP_GRACE_S, self._settings.grace_period_s / 2))
         self._pool.close()
+        await asyncio.to_thread(self._tracing.close)

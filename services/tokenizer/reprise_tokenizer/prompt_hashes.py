@@ -26,7 +26,10 @@ class PromptHasher:
             raise InvalidInput("profiles", f"{len(profiles)}, at most {self._max_profiles} are allowed")
         inputs = HashInputs(cache_salt=request.cache_salt, lora=request.lora)
         return [
-            ProfileHashes(profile.profile_id, b"".join(self._hasher(profile).chain(inputs).append(token_ids)))
+            ProfileHashes(
+                profile.profile_id,
+                b"".join(self._hasher(profile).chain(inputs).append(token_ids, trusted=True)),
+            )
             for profile in profiles
         ]
 

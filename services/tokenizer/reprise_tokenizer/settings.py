@@ -4,13 +4,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from reprise_runtime.settings import ServiceSettings, settings_config
+from reprise_runtime import tracing
+from reprise_runtime.settings import settings_config
 
 KIB = 1024
 MIB = 1024 * KIB
 
 
-class TokenizerSettings(ServiceSettings):
+class TokenizerSettings(tracing.TracedSettings):
     model_config = settings_config("tokenizer")
     service: ClassVar[str] = "tokenizer"
 

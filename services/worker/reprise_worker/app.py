@@ -26,7 +26,7 @@ from reprise_worker.memory import pool_size
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.model import PagedModel, load_model
 from reprise_worker.model_folder import check_model_folder, eos_token_ids
-from reprise_worker.ports import Event, Stop
+from reprise_worker.ports import Event, SchedulerConnection, Stop
 from reprise_worker.runner import Runner
 from reprise_worker.settings import WorkerSettings
 from reprise_worker.step_loop import StepLoop
@@ -43,7 +43,7 @@ class WorkerApp:
         self._metrics = WorkerMetrics(self.registry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._links: list[SchedulerLink | StoreLink] = []
+        self._links: list[SchedulerConnection | StoreLink] = []
         self._failed: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._live, name="step", daemon=True)
@@ -109,7 +109,7 @@ class WorkerApp:
             block_nbytes=kv.block_nbytes,
             seconds=round(time.monotonic() - started_s, 1),
         )
-        scheduler = self._scheduler_link(info, kv)
+        scheduler = self.connect_scheduler(self._hello(info, kv), self._inbox)
         mover = self._mover(info, kv, scheduler)
         self._links.append(scheduler)
         for link in self._links:
@@ -118,10 +118,10 @@ class WorkerApp:
         runner = Runner(model, kv, backend, mover)
         return StepLoop(self._inbox, runner, scheduler, mover, self._metrics)
 
-    def _scheduler_link(self, info: ModelInfo, kv: KvCache) -> SchedulerLink:
+    def _hello(self, info: ModelInfo, kv: KvCache) -> Hello:
         settings = self._settings
         group = KvGroup(kind="full_attention", block_size=kv.block_size, num_layers=len(kv.layers))
-        hello = Hello(
+        return Hello(
             worker_id=secrets.token_hex(8),
             rank=settings.rank,
             world_size=settings.world_size,
@@ -135,18 +135,21 @@ class WorkerApp:
                 max_num_batched_tokens=settings.step_tokens(on_cuda=kv.keys[0].is_cuda),
             ),
         )
+
+    def connect_scheduler(self, hello: Hello, inbox: SimpleQueue[Event]) -> SchedulerConnection:
+        """Called in the step thread. The one-process engine connects another way."""
         return SchedulerLink(
             self._context,
-            settings.scheduler_endpoint,
+            self._settings.scheduler_endpoint,
             hello=hello,
-            inbox=self._inbox,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
+            inbox=inbox,
+            heartbeat_interval_s=self._settings.heartbeat_interval_s,
             readiness=self.readiness,
             metrics=self._metrics,
             on_fatal=self._fail,
         )
 
-    def _mover(self, info: ModelInfo, kv: KvCache, scheduler: SchedulerLink) -> Transfers | NoStore:
+    def _mover(self, info: ModelInfo, kv: KvCache, scheduler: SchedulerConnection) -> Transfers | NoStore:
         settings = self._settings
         if not settings.store_endpoint:
             return NoStore(self._metrics, scheduler.send_loads)

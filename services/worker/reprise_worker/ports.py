@@ -44,6 +44,14 @@ class SchedulerPort(Protocol):
         """The state of the ended session is gone; a new one may begin."""
 
 
+class SchedulerConnection(SchedulerPort, Protocol):
+    def start(self) -> None:
+        """The model is loaded: greets the scheduler."""
+
+    def stop(self) -> None:
+        """Waits until nothing of it runs any more."""
+
+
 class TransferSessions(Protocol):
     def begin_session(self, session: bytes) -> None:
         """Drops what an earlier session left in flight; on return nothing of it is written any more."""

@@ -50,7 +50,7 @@ class ResumePoint(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "block_hashes", "cache_salt", "lora", "priority", "tenant", "timeout_s", "traceparent", "num_output_tokens")
+    __slots__ = ("request_id", "token_ids", "sampling", "block_hashes", "cache_salt", "lora", "priority", "tenant", "timeout_s", "traceparent", "num_output_tokens", "pin", "pin_ttl_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,8 @@ class Submit(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    PIN_TTL_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -73,7 +75,9 @@ class Submit(_message.Message):
     timeout_s: float
     traceparent: str
     num_output_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_hashes: _Optional[_Union[_common_pb2.ProfileHashes, _Mapping]] = ..., cache_salt: _Optional[str] = ..., lora: _Optional[_Union[_common_pb2.LoraAdapter, _Mapping]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+    pin: bool
+    pin_ttl_s: float
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_hashes: _Optional[_Union[_common_pb2.ProfileHashes, _Mapping]] = ..., cache_salt: _Optional[str] = ..., lora: _Optional[_Union[_common_pb2.LoraAdapter, _Mapping]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., num_output_tokens: _Optional[int] = ..., pin: _Optional[bool] = ..., pin_ttl_s: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "stop_token_ids", "min_tokens")
@@ -226,3 +230,37 @@ class GetMetricsResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class ListPinsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPinsResponse(_message.Message):
+    __slots__ = ("pins",)
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    def __init__(self, pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("pin_id", "tenant", "num_tokens", "num_blocks", "expires_in_s")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    pin_id: int
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    expires_in_s: float
+    def __init__(self, pin_id: _Optional[int] = ..., tenant: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("pin_id",)
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    pin_id: int
+    def __init__(self, pin_id: _Optional[int] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

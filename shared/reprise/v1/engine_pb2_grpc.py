@@ -56,6 +56,16 @@ class EngineStub:
                 request_serializer=reprise_dot_v1_dot_engine__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=reprise_dot_v1_dot_engine__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/reprise.v1.Engine/ListPins',
+                request_serializer=reprise_dot_v1_dot_engine__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=reprise_dot_v1_dot_engine__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/reprise.v1.Engine/Unpin',
+                request_serializer=reprise_dot_v1_dot_engine__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=reprise_dot_v1_dot_engine__pb2.UnpinResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -93,6 +103,20 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPins(self, request, context):
+        """Prefixes that are kept whatever else is evicted, the oldest pin first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """NOT_FOUND if there is no such pin, any more or at all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +139,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=reprise_dot_v1_dot_engine__pb2.GetMetricsRequest.FromString,
                     response_serializer=reprise_dot_v1_dot_engine__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=reprise_dot_v1_dot_engine__pb2.ListPinsRequest.FromString,
+                    response_serializer=reprise_dot_v1_dot_engine__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=reprise_dot_v1_dot_engine__pb2.UnpinRequest.FromString,
+                    response_serializer=reprise_dot_v1_dot_engine__pb2.UnpinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -227,6 +261,60 @@ class Engine:
             '/reprise.v1.Engine/GetMetrics',
             reprise_dot_v1_dot_engine__pb2.GetMetricsRequest.SerializeToString,
             reprise_dot_v1_dot_engine__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reprise.v1.Engine/ListPins',
+            reprise_dot_v1_dot_engine__pb2.ListPinsRequest.SerializeToString,
+            reprise_dot_v1_dot_engine__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reprise.v1.Engine/Unpin',
+            reprise_dot_v1_dot_engine__pb2.UnpinRequest.SerializeToString,
+            reprise_dot_v1_dot_engine__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,7 +21,7 @@ LRU = "reprise_scheduler.kv_cache.eviction:LeastRecentlyUsed"
 def eviction(
     policies: Sequence[str] = (),
     *,
-    num_blocks: int = 20_000,
+    num_blocks: int = 40_000,
     trace: Path = DEFAULT_MOONCAKE,
     count: int = 1000,
 ) -> list[BenchRow]:

@@ -1,7 +1,8 @@
 """`reprise bench kv-cache`: the cache manager's cost per block, and that it does not grow with the pool.
 
-Three kinds of rows. The multi-turn rows have two peers each: the figures that were recorded from the
-reference on the same workload (another run, so for orientation), and the plain cache in this run.
+Three kinds of rows. The multi-turn rows have two or three peers each: the figures that were recorded
+from the reference on the same workload (another run, so for orientation), the plain cache in this run,
+and the reference in this run where `make peers` has installed it.
 The Mooncake rows replay a recorded conversation trace. The `N blocks` rows do the same small piece of
 work on full pools of 1k, 100k and 1M blocks.
 """
@@ -27,6 +28,7 @@ from reprise_cli.bench.kv_cache_load import (
     whole_load,
 )
 from reprise_cli.bench.plain_kv_cache import PlainKVCache
+from reprise_cli.bench.reference import Reference, find_reference
 from reprise_cli.bench.report import BenchRow
 from reprise_core.ids import BlockId
 from reprise_scheduler.kv_cache.config import GroupSpec, KVCacheConfig
@@ -58,7 +60,12 @@ def kv_cache(
 ) -> list[BenchRow]:
     """All rows. `mooncake` is a trace of that project's form; without the file its rows are left out."""
     load = [*multi_turn_requests()]
-    rows = [*_multi_turn_rows(load, repeats)]
+    reference = find_reference()
+    try:
+        rows = [*_multi_turn_rows(load, repeats, reference)]
+    finally:
+        if reference is not None:
+            reference.close()
     del load
     if mooncake.exists():
         rows += _mooncake_rows(mooncake, num_mooncake, repeats)
@@ -89,7 +96,9 @@ def _config(num_blocks: int) -> KVCacheConfig:
 # --- multi-turn ----------------------------------------------------------------------------------
 
 
-def _multi_turn_rows(load: Sequence[BenchRequest], repeats: int) -> Iterator[BenchRow]:
+def _multi_turn_rows(
+    load: Sequence[BenchRequest], repeats: int, reference: Reference | None
+) -> Iterator[BenchRow]:
     warm = _manager(LARGE_POOL)
     plain_warm = PlainKVCache(_config(LARGE_POOL))
     serve(warm, load)
@@ -118,15 +127,43 @@ def _multi_turn_rows(load: Sequence[BenchRequest], repeats: int) -> Iterator[Ben
         ),
     }
     for case, (thing, ours, plain) in works.items():
-        value, peer_value = _rates([ours, plain], repeats)
+        value, peer_value, *real = _rates([ours, plain, *_reference_works(reference, case)], repeats)
         yield from _compared(f"multi-turn {case}", thing, value, RECORDED[case], peer_value)
-    (value,) = _rates([lambda: _timed_whole_load(load)], repeats)
+        yield from _against_reference(f"multi-turn {case}", f"{thing}/s", value, real, reference)
+    works_of_load = [lambda: _timed_whole_load(load), *_reference_works(reference, "whole load")]
+    value, *real = _rates(works_of_load, repeats)
     yield BenchRow.higher_is_better(
         "multi-turn whole load", value, "requests/s", "reference, recorded", RECORDED["whole load"]
     )
+    yield from _against_reference("multi-turn whole load", "requests/s", value, real, reference)
     yield BenchRow.higher_is_better(
         "multi-turn whole load, answer steps", value * len(load[0].answer), "steps/s"
     )
+
+
+def _reference_works(reference: Reference | None, case: str) -> list[Callable[[], Timed]]:
+    if reference is None:
+        return []
+
+    def work() -> Timed:
+        answer = reference.ask(
+            "kv-cache",
+            case=case,
+            none_hash=make_hasher().none_hash.hex(),
+            large_pool=LARGE_POOL,
+            small_pool=SMALL_POOL,
+        )
+        return answer["count"], answer["seconds"]
+
+    return [work]
+
+
+def _against_reference(
+    case: str, unit: str, value: float, real: Sequence[float], reference: Reference | None
+) -> Iterator[BenchRow]:
+    for peer_value in real:
+        assert reference is not None
+        yield BenchRow.higher_is_better(case, value, unit, f"vLLM {reference.version}, this run", peer_value)
 
 
 def _compared(case: str, thing: str, value: float, recorded: float, plain: float) -> Iterator[BenchRow]:

@@ -1,13 +1,17 @@
 """Every benchmark by name."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from reprise_cli.bench.report import BenchRow
 
 
-def benches() -> dict[str, Callable[[], Sequence[BenchRow]]]:
+def benches(*, policies: Sequence[str] = ()) -> dict[str, Callable[[], Sequence[BenchRow]]]:
+    """`policies` are for `eviction`: eviction policies by name, `module:Class`."""
+    from reprise_cli.bench.eviction import eviction
     from reprise_cli.bench.hashing import hashing_append_rows, hashing_limit_rows, hashing_rows
     from reprise_cli.bench.kv_cache import kv_cache
+    from reprise_cli.bench.split import split_rows
     from reprise_cli.bench.step import step_rows
 
     return {
@@ -15,5 +19,7 @@ def benches() -> dict[str, Callable[[], Sequence[BenchRow]]]:
         "hashing-limit": hashing_limit_rows,
         "hashing-append": hashing_append_rows,
         "kv-cache": kv_cache,
+        "eviction": partial(eviction, policies),
         "step": step_rows,
+        "split": split_rows,
     }

@@ -43,18 +43,25 @@ def interleaved_medians(
     *,
     repeats: int = DEFAULT_REPEATS,
     clock: Callable[[], float] = time.perf_counter,
+    measured: Mapping[str, Callable[[], float]] | None = None,
 ) -> dict[str, float]:
     """Median seconds of each function, called in turn so that noise meets all of them alike.
 
-    One round before the first counts for nothing: it fills caches and tables.
+    Those in `measured` tell their seconds themselves. One round before the first counts for nothing: it
+    fills caches and tables.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    measured = measured or {}
+    seconds: dict[str, list[float]] = {name: [] for name in (*functions, *measured)}
     for round_number in range(repeats + 1):
         for name, function in functions.items():
             start = clock()
             function()
             if round_number:
                 seconds[name].append(clock() - start)
+        for name, measure in measured.items():
+            taken_s = measure()
+            if round_number:
+                seconds[name].append(taken_s)
     return {name: median(values) for name, values in seconds.items()}
 
 

@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reprise_cli.serve.engine_options import EVENTS_ON
 from reprise_core.errors import InvalidInput
+from reprise_wire.events_config import endpoint_of_rank
 
+TRACED_SERVICES = frozenset({"gateway", "tokenizer", "scheduler", "store"})
+"""Those that a request passes through; a worker's time is in its scheduler's spans."""
 SHARED_PORTS = 20
 PORTS_PER_ENGINE = 10
 
@@ -29,6 +33,10 @@ class ServeOptions:
     """Binary of the Redis or Valkey to start; None = the store runs on memory alone."""
     redis_memory: str = "1gb"
     log_level: str = "warning"
+    kv_events: Mapping[str, object] = field(default_factory=lambda: dict(EVENTS_ON))
+    """The reference's events config, over the endpoints and topic of each engine; empty = no events."""
+    trace_dir: Path | None = None
+    """Where each traced service writes its spans; None = no tracing."""
     overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Service -> setting name -> value, for every process of that service."""
 
@@ -92,6 +100,8 @@ class _LayoutBuilder:
             "metrics": {spec.name: spec.metrics_url for spec in self._processes if spec.metrics_url},
             "engines": engines,
         }
+        if options.trace_dir is not None:
+            endpoints["traces"] = str(options.trace_dir)
         return Layout(tuple(self._processes), endpoints, tuple(self._ports))
 
     def _engine(self, index: int) -> dict[str, object]:
@@ -120,17 +130,11 @@ class _LayoutBuilder:
             engine_index=index,
             listen_address=grpc,
             workers_endpoint=f"tcp://{workers}",
-            publisher_endpoint=f"tcp://{intake}",
+            publisher_endpoint=f"tcp://{intake}" if options.kv_events else "",
             store_address=self._local(3),
             tokenizer_address=self._local(2),
         )
-        events_config = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://{events}",
-            "replay_endpoint": f"tcp://{replay}",
-            "topic": f"kv@{engine_id}@{options.model_name}",
-        }
+        events_config = self._events_config(index, engine_id, f"tcp://{events}", f"tcp://{replay}")
         self._add(
             f"publisher{suffix}",
             "publisher",
@@ -139,9 +143,30 @@ class _LayoutBuilder:
             listen_address=publisher,
             intake_endpoint=f"tcp://{intake}",
             events_config=json.dumps(events_config),
-            bind="bind",
+            bind="auto" if "bind" in events_config else "bind",
         )
-        return {"id": engine_id, "grpc": grpc, "events": f"tcp://{events}", "replay": f"tcp://{replay}"}
+        return {
+            "id": engine_id,
+            "grpc": grpc,
+            "events": _connectable(events_config.get("endpoint")),
+            "replay": _connectable(events_config.get("replay_endpoint")),
+        }
+
+    def _events_config(self, index: int, engine_id: str, events: str, replay: str) -> dict[str, object]:
+        """Endpoints that were asked for are those of rank 0: each further engine's ports are one higher."""
+        asked = dict(self._options.kv_events)
+        if not asked:
+            return {}
+        for name in ("endpoint", "replay_endpoint"):
+            if isinstance(endpoint := asked.get(name), str):
+                asked[name] = endpoint_of_rank(endpoint, index)
+        own = {
+            "publisher": "zmq",
+            "endpoint": events,
+            "replay_endpoint": replay,
+            "topic": f"kv@{engine_id}@{self._options.model_name}",
+        }
+        return own | asked
 
     def _redis(self) -> str:
         options = self._options
@@ -188,6 +213,8 @@ class _LayoutBuilder:
         values = {key: str(value) for key, value in settings.items()}
         values |= {"metrics_address": metrics, "log_level": self._options.log_level, "log_format": "console"}
         values["grace_period_s"] = "3"
+        if self._options.trace_dir is not None and service in TRACED_SERVICES:
+            values["trace_exporter"] = f"file:{self._options.trace_dir / name}.jsonl"
         values |= self._options.overrides.get(service, {})
         environment = {prefix + key.upper(): value for key, value in values.items()}
         command = (sys.executable, "-m", f"reprise_{service}")
@@ -208,3 +235,8 @@ class _LayoutBuilder:
 
 def _reachable(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "", "::") else host
+
+
+def _connectable(endpoint: object) -> str:
+    """Empty = there is none."""
+    return str(endpoint or "").replace("*", "127.0.0.1")

@@ -58,7 +58,7 @@ class Submission:
     """A request as an engine takes it.
 
     `num_output_tokens` of `token_ids` are output of an earlier engine; indices and `max_tokens` go on
-    counting from the first of them.
+    counting from the first of them. `pin` keeps the prompt's blocks for `pin_ttl_s`, 0 = until unpinned.
     """
 
     request_id: str
@@ -72,6 +72,8 @@ class Submission:
     timeout_s: float = 0.0
     traceparent: str = ""
     num_output_tokens: int = 0
+    pin: bool = False
+    pin_ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,17 @@ class ResetAnswer:
     external: bool | None
 
 
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """A pinned prefix; `expires_in_s` None = until it is unpinned."""
+
+    pin_id: int
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    expires_in_s: float | None
+
+
 class EngineClient:
     """`channel` is the caller's, who also closes it."""
 
@@ -129,6 +142,16 @@ class EngineClient:
             self._stub.GetMetrics(pb.GetMetricsRequest(), timeout=timeout_s)
         )
         return message.text
+
+    async def pins(self, *, timeout_s: float = 2.0) -> list[PinInfo]:
+        message: pb.ListPinsResponse = await self._call(
+            self._stub.ListPins(pb.ListPinsRequest(), timeout=timeout_s)
+        )
+        return [_pin_from_proto(pin) for pin in message.pins]
+
+    async def unpin(self, pin_id: int, *, timeout_s: float = 2.0) -> None:
+        """NOT_FOUND if there is no such pin."""
+        await self._call(self._stub.Unpin(pb.UnpinRequest(pin_id=pin_id), timeout=timeout_s))
 
     async def attach(self, gateway_id: str, resume: Mapping[str, int], *, timeout_s: float) -> "EngineCall":
         """Opens the stream; returns once the engine has taken it. `resume`: id to next token index."""
@@ -225,6 +248,16 @@ def _info_from_proto(message: pb.GetInfoResponse) -> EngineInfo:
     )
 
 
+def _pin_from_proto(message: pb.Pin) -> PinInfo:
+    return PinInfo(
+        pin_id=message.pin_id,
+        tenant=message.tenant,
+        num_tokens=message.num_tokens,
+        num_blocks=message.num_blocks,
+        expires_in_s=message.expires_in_s if message.HasField("expires_in_s") else None,
+    )
+
+
 def _submission_to_proto(submission: Submission) -> pb.Submit:
     return pb.Submit(
         request_id=submission.request_id,
@@ -238,6 +271,8 @@ def _submission_to_proto(submission: Submission) -> pb.Submit:
         timeout_s=submission.timeout_s,
         traceparent=submission.traceparent,
         num_output_tokens=submission.num_output_tokens,
+        pin=submission.pin,
+        pin_ttl_s=submission.pin_ttl_s,
     )
 
 

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from reprise_cli.bench import hashing
+from reprise_cli.bench.reference import PYTHON_VARIABLE
 from reprise_cli.bench.report import BenchRow, as_json, as_table, interleaved_medians, print_report
 from reprise_core.hash_algorithms import HashAlgorithm
 
@@ -64,7 +65,23 @@ def test_repeats_are_interleaved_and_the_first_round_does_not_count() -> None:
     assert calls == ["a", "b"] * 4
 
 
+def test_what_measures_itself_takes_its_turn_too() -> None:
+    turns: list[str] = []
+    told = [50.0, 2.0, 3.0, 4.0]
+
+    def measure() -> float:
+        turns.append("peer")
+        return told.pop(0)
+
+    medians = interleaved_medians(
+        {"ours": lambda: turns.append("ours")}, repeats=3, clock=lambda: 0.0, measured={"peer": measure}
+    )
+    assert medians == {"ours": 0.0, "peer": 3.0}
+    assert turns == ["ours", "peer"] * 4
+
+
 def test_hashing_benches_have_a_case_per_algorithm_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, "")
     monkeypatch.setattr(hashing, "PROMPT_TOKENS", (64,))
     monkeypatch.setattr(hashing, "TOKENS_PER_CALL", 640)
     monkeypatch.setattr(hashing, "APPENDED_TOKENS", 64)

@@ -28,6 +28,11 @@ MARKER_LIKE = [
     0x94FF_FFFF,
     int.from_bytes(b"J\xff\xff\xff\x94\x00", "little"),
     int.from_bytes(b"\x1b" + b"\xff" * 9, "big"),
+    # What stands between two pickled blocks, within one number.
+    int.from_bytes(b"t\x94(\x00", "little"),
+    int.from_bytes(b"\x00t\x94(", "little"),
+    int.from_bytes(b"\x8at\x94(\x94(t\x94", "little"),
+    int.from_bytes(b"t\x94", "little"),
 ]
 HUGE = [2**64, 2**64 + 1, 2**200, 2**2040 - 1, 2**2048, 2**9000]
 
@@ -128,6 +133,68 @@ def test_keys_near_the_limit_of_a_pickle_frame(algorithm: HashAlgorithm, nbytes:
     expected = plain.hash_blocks(parent, token_ids, 20, extras)
     for encoder in others:
         assert encoder.hash_blocks(parent, token_ids, 20, extras) == expected
+
+
+# Everything that may come instead of a token id, good ids among it.
+junk = st.one_of(
+    st.sampled_from([*BORDERS, *HUGE, -1, -(2**31), -(2**63), -(2**64)]),
+    st.integers(-(2**70), 2**70),
+    st.booleans(),
+    st.none(),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.sampled_from([2**31, 2**40]).map(str),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    algorithm=st.sampled_from(ALGORITHMS),
+    block_size=st.integers(1, 8),
+    good=st.lists(st.integers(0, 200_000), min_size=1, max_size=40),
+    bad=st.lists(st.tuples(st.integers(0, 500), junk), max_size=3),
+)
+def test_whatever_comes_there_is_a_clear_error_or_the_right_hash(
+    algorithm: HashAlgorithm, block_size: int, good: list[int], bad: list[tuple[int, object]]
+) -> None:
+    prompt: list[object] = [*good * 5]
+    for place, value in bad:
+        prompt[place % len(prompt)] = value
+    is_good = all(type(token) is int and token >= 0 for token in prompt)
+    for encoding in available_encodings(algorithm):
+        chain = BlockHasher(
+            algorithm=algorithm,
+            block_size=block_size,
+            none_hash=none_hash(algorithm, "seed"),
+            encoding=encoding,
+        ).chain()
+        if not is_good:
+            with pytest.raises(InvalidInput, match=r"^token_ids\[\d+\]: "):
+                chain.append(prompt)  # type: ignore[arg-type]
+            assert (chain.hashes, chain.num_tokens) == ([], 0)
+            continue
+        parent = none_hash(algorithm, "seed")
+        for index, block_hash in enumerate(chain.append(prompt)):  # type: ignore[arg-type]
+            block = tuple(prompt[index * block_size : (index + 1) * block_size])
+            parent = digest_value(algorithm, (parent, block, None))
+            assert block_hash == parent
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_trusted_ids_give_the_same_hashes(algorithm: HashAlgorithm) -> None:
+    token_ids = [(7919 * index) % 150_000 for index in range(20_000)]
+    for encoding in available_encodings(algorithm):
+        hasher = BlockHasher(
+            algorithm=algorithm, block_size=16, none_hash=none_hash(algorithm, "seed"), encoding=encoding
+        )
+        chain, trusting = hasher.chain(), hasher.chain()
+        for start, end in [(0, 17_003), (17_003, 17_004), (17_004, 17_050), (17_050, 20_000)]:
+            piece = token_ids[start:end]
+            assert trusting.append(piece, trusted=True) == chain.append(piece)
+            piece[0] = 5  # The caller's list is its own.
+        assert (trusting.hashes, trusting.num_tokens) == (chain.hashes, 20_000)
 
 
 def encoders(algorithm: HashAlgorithm, block_size: int) -> list[BlockEncoder]:

@@ -13,7 +13,10 @@ from reprise_core.ids import RequestId
 from reprise_core.none_hash import none_hash
 from reprise_core.requests import FinishReason, SamplingParams
 from reprise_scheduler.kv_cache.config import GroupSpec, KVCacheConfig
-from reprise_scheduler.sched.config import SchedulerConfig, SchedulingPolicy
+from reprise_scheduler.kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
+from reprise_scheduler.kv_cache.tenant_shares import TenantShares
+from reprise_scheduler.sched.backpressure import MAX_RETRY_S, MIN_RETRY_S, QueueFull, QueueLimit
+from reprise_scheduler.sched.config import KvRole, LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
 from reprise_scheduler.sched.request import Request, RequestStatus
 from reprise_scheduler.sched.scheduler import Scheduler
 from support.sim_worker import VOCAB, SimStore, SimWorker, expected_output
@@ -39,10 +42,23 @@ class Simulation:
             max_concurrent_loads=rng.choice([1, 4]),
             max_saves_per_step=rng.choice([1, 8]),
             max_pending_saves=rng.choice([2, 100]),
+            enable_chunked_prefill=rng.random() < 0.8,
+            tenant_weights=rng.choice([{}, {"a": 4.0}]),
+            tenant_max_priority=rng.choice([{}, {"b": 1}]),
+            max_num_waiting_tokens=rng.choice([0, 0, 200]),
+            kv_role=rng.choice([KvRole.BOTH, KvRole.BOTH, *KvRole]),
+            load_failure_policy=rng.choice(list(LoadFailurePolicy)),
         )
         self.connector = rng.random() < 0.6
         self.caching = rng.random() < 0.85
         self.num_blocks = rng.choice([8, 20, 60, 200])
+        self.kv_options = {
+            "full_prompt_hit": rng.random() < 0.5,
+            "verify_tokens": rng.random() < 0.2,
+            "track_misses": rng.random() < 0.2,
+            "max_pinned_blocks": rng.choice([0, 0, 3]),
+        }
+        self.shares = rng.random() < 0.2
         self.store = SimStore()
         self.hasher = BlockHasher(
             algorithm=HashAlgorithm.XXHASH_CBOR, block_size=self.block_size, none_hash=ROOT
@@ -52,6 +68,7 @@ class Simulation:
             self.kv_config(),
             enable_connector=self.connector and self.caching,
             eos_token_ids=(3,),
+            make_policy=self.make_policy,
         )
         self.worker = SimWorker(self.num_blocks, self.block_size, self.store)
         self.plans = deque()
@@ -69,6 +86,12 @@ class Simulation:
             groups=(GroupSpec(block_size=self.block_size),),
             enable_caching=self.caching,
             watermark=self.rng.choice([0.0, 0.1]),
+            **self.kv_options,
+        )
+
+    def make_policy(self, num_blocks: int) -> EvictionPolicy:
+        return (
+            TenantShares(num_blocks, {"a": 0.5, "b": 0.1}) if self.shares else LeastRecentlyUsed(num_blocks)
         )
 
     def tokens(self, count: int) -> list[int]:
@@ -79,6 +102,8 @@ class Simulation:
     def arrive(self) -> None:
         prefix = self.rng.choice(self.prefixes)
         prompt = prefix[: self.rng.randint(0, len(prefix))] + self.tokens(self.rng.randint(1, 20))
+        if self.rng.random() < 0.3:
+            prompt = self.rng.choice(self.prefixes)  # whole, and again: hits of whole prompts
         prompt = prompt[: self.scheduler.config.max_model_len - 1]
         if not prompt:
             return
@@ -97,10 +122,27 @@ class Simulation:
             arrival_s=self.now_s,
             sequence=self.sequence,
             priority=self.rng.randint(0, 2),
+            tenant=self.rng.choice("abc"),
+            pin=self.rng.random() < 0.1,
+            pin_ttl_s=self.rng.choice([0.0, 5.0, 50.0]),
         )
-        self.scheduler.add(request)
+        if self.refused(request):
+            return
         self.requests.append(request)
         self.outputs[request.sequence] = []
+
+    def refused(self, request: Request) -> bool:
+        refusal = None
+        try:
+            self.scheduler.add(request)
+        except QueueFull as error:
+            refusal = error
+        if refusal is None:
+            assert request.priority >= self.config.tenant_max_priority.get(request.tenant, 0)
+            return False
+        assert refusal.limit is QueueLimit.TOKENS
+        assert MIN_RETRY_S <= refusal.retry_after_s <= MAX_RETRY_S
+        return True
 
     def step(self) -> None:
         choices = [
@@ -157,7 +199,10 @@ class Simulation:
             load = self.rng.choice(self.worker.loads)
             fails = self.rng.random() < 0.3
             report = self.worker.end_load(load, lambda: fails and self.rng.random() < 0.4)
-            self.scheduler.end_load([report])
+            for output in self.scheduler.end_load([report]):
+                assert self.config.load_failure_policy is LoadFailurePolicy.FAIL
+                assert "kv_load_failure_policy" in output.error
+                self.end(output.request, output.finish_reason)
 
     def cancel(self) -> None:
         alive = [request for request in self.requests if request.sequence not in self.ended]
@@ -189,7 +234,11 @@ class Simulation:
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         alive = {request.sequence for request in scheduler.unfinished()}
         assert alive == {r.sequence for r in self.requests if r.sequence not in self.ended}
+        waiting = [r for r in scheduler.unfinished() if r.status is not RequestStatus.RUNNING]
+        assert scheduler.num_waiting_tokens == sum(request.queued_tokens for request in waiting)
+        assert all(request.queued_tokens for request in waiting)
         for request in scheduler.running.values():
+            assert request.queued_tokens == 0
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens + request.num_placeholders
 
@@ -229,5 +278,8 @@ def test_every_request_ends_once_with_the_right_tokens(seed: int) -> None:
     simulation.drain()
     simulation.check_outputs()
     scheduler = simulation.scheduler
+    for pin in scheduler.pins(now_s=simulation.now_s):
+        assert scheduler.unpin(pin.pin_id)
+    assert scheduler.num_hash_collisions == 0
     assert scheduler.manager.usage == 0.0
     assert set(simulation.ended) == {request.sequence for request in simulation.requests}

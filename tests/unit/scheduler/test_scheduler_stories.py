@@ -1,11 +1,13 @@
 """Stories of the scheduler: budgets, order, preemption, options, what each plan says exactly."""
 
+from typing import Any
+
 import pytest
 
 from reprise_core.errors import Exhausted, InvalidInput
 from reprise_core.requests import FinishReason, SamplingParams
 from reprise_core.steps import unpack_ids
-from reprise_scheduler.sched.config import SchedulingPolicy
+from reprise_scheduler.sched.config import KvRole, LoadFailurePolicy, SchedulingPolicy
 from support.sched_driver import Driver
 from support.sim_worker import expected_output
 
@@ -111,14 +113,21 @@ def test_by_priority_the_lowest_is_preempted_and_the_highest_admitted_first() ->
         {"enable_caching": False},
         {"policy": SchedulingPolicy.PRIORITY},
         {"max_num_seqs": 1},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 24},
+        {"tenant_weights": {"even": 3.0}},
+        {"policy": SchedulingPolicy.PRIORITY, "tenant_max_priority": {"even": 1}},
+        {"block_size": 1},
+        {"block_size": 7},
+        {"num_blocks": 6},
+        {"max_model_len": 16},
     ],
     ids=str,
 )
 def test_no_option_changes_a_token(async_scheduling: bool, options: dict) -> None:
-    driver = Driver(num_blocks=16, async_scheduling=async_scheduling, **options)
+    driver = Driver(async_scheduling=async_scheduling, **{"num_blocks": 16, **options})
     prompts = {f"r{i}": [*PROMPT[: 3 + i], 20 + i] for i in range(7)}
-    for name, prompt in prompts.items():
-        driver.add(name, prompt, max_tokens=9)
+    for i, (name, prompt) in enumerate(prompts.items()):
+        driver.add(name, prompt, max_tokens=9, tenant="odd" if i % 2 else "even", priority=-(i % 3))
     in_flight = []
     for _ in range(400):
         while (plan := driver.plan()) is not None:
@@ -127,7 +136,8 @@ def test_no_option_changes_a_token(async_scheduling: bool, options: dict) -> Non
             break
         driver.execute(in_flight.pop(0))
     for name, prompt in prompts.items():
-        assert driver.outputs[name] == expected_output(prompt, 9), name
+        num_tokens = min(9, driver.scheduler.config.max_model_len - len(prompt))
+        assert driver.outputs[name] == expected_output(prompt, num_tokens), name
     assert driver.scheduler.manager.usage == 0
 
 
@@ -265,3 +275,59 @@ def test_a_short_load_is_cut_to_its_last_good_block_and_the_rest_computed() -> N
     assert request.prompt_sources.external == 8
     assert driver.scheduler.counters.external_hit_tokens == 8
     assert driver.scheduler.counters.load_failures == 1
+
+
+def test_without_chunked_prefill_the_context_is_no_longer_than_a_step() -> None:
+    driver = Driver(max_num_batched_tokens=12, enable_chunked_prefill=False)
+    with pytest.raises(InvalidInput, match="prompt and answer together may have 12 tokens"):
+        driver.add("a", list(range(4, 16)))
+    driver.add("b", PROMPT, max_tokens=9)
+    driver.run()
+    assert driver.outputs["b"] == expected_output(PROMPT, 2)
+
+
+def stored(prompt: list[int], **config: Any) -> Driver:
+    """Prompt and answer are in the store and no longer on the device."""
+    driver = Driver(connector=True, **config)
+    driver.scheduler.connector.set_generation(driver.store.generation)
+    driver.add("first", prompt, max_tokens=2)
+    driver.run()
+    driver.scheduler.reset_prefix_cache(preempt_running=False)
+    return driver
+
+
+def test_a_load_that_fails_ends_its_request_where_that_is_asked_for() -> None:
+    prompt = [*range(4, 37)]
+    driver = stored(prompt, load_failure_policy=LoadFailurePolicy.FAIL)
+    request = driver.add("b", prompt, max_tokens=2)
+    driver.plan()
+    driver.answer_lookups()
+    refused = request.block_hashes[2]
+    content = driver.store.blocks.pop(refused)
+    driver.step()
+    assert driver.finished["b"] == (
+        "kv_load_failure_policy is fail: 1 external blocks could not be loaded (missing)"
+    )
+    assert request.finish_reason is FinishReason.ERROR
+    assert driver.scheduler.manager.usage == 0
+    driver.store.blocks[refused] = content
+    again = driver.add("again", prompt, max_tokens=2)
+    driver.run()
+    assert again.prompt_sources.device == 0  # nothing of the failed load is found
+    assert driver.outputs["again"] == expected_output(prompt, 2)
+
+
+def test_a_producer_only_saves_and_a_consumer_only_loads() -> None:
+    prompt = [*range(4, 37)]
+    producer = stored(prompt, kv_role=KvRole.PRODUCER)
+    request = producer.add("b", prompt, max_tokens=2)
+    producer.run()
+    assert len(producer.store.blocks) == 8
+    assert request.prompt_sources.external == 0
+    consumer = stored(prompt, kv_role=KvRole.CONSUMER)
+    assert not consumer.store.blocks
+    consumer.store.blocks = producer.store.blocks
+    request = consumer.add("b", prompt, max_tokens=2)
+    consumer.run()
+    assert request.prompt_sources.external == 32
+    assert consumer.outputs["b"] == producer.outputs["b"] == expected_output(prompt, 2)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from reprise_core.ids import BlockHash
 from reprise_runtime.grpc_server import channel
+from reprise_runtime.tracing import Tracing
 from reprise_wire.block_transfer import Keyspace
 from reprise_wire.clients.store import StoreClient
 
@@ -11,8 +12,8 @@ from reprise_wire.clients.store import StoreClient
 class StoreBlocks:
     """Implements `ports.ExternalBlocks` over gRPC."""
 
-    def __init__(self, address: str, *, namespace: str) -> None:
-        self._channel = channel(address)
+    def __init__(self, address: str, *, namespace: str, tracing: Tracing | None = None) -> None:
+        self._channel = channel(address, tracing)
         self._client = StoreClient(self._channel, peer=f"store at {address}")
         self._namespace = namespace
 

@@ -66,13 +66,27 @@ class BlockPool:
         for block_id in fresh:
             ref_counts[block_id] = 1
         if victims:
-            own = self._own
+            self._unhash_all(victims)
             for block_id in victims:
-                if own[block_id] is not None:
-                    self.unhash(block_id)
                 ref_counts[block_id] = 1
             fresh += victims
         return fresh
+
+    def _unhash_all(self, block_ids: Sequence[BlockId]) -> None:
+        """`unhash` for each, at once where no block has more than its own entry and nobody watches."""
+        own = self._own
+        if self._observers or self._tail_tokens or self._additional or len(self.indexes) > 1:
+            for block_id in block_ids:
+                if own[block_id] is not None:
+                    self.unhash(block_id)
+            return
+        entries = [(block_hash, b) for b in block_ids if (block_hash := own[b]) is not None]
+        for block_id in block_ids:
+            own[block_id] = None
+        self.indexes[0].discard_all(entries)
+        if self._events.enabled:
+            for block_hash, _ in entries:
+                self._events.removed(block_hash, GroupId(0))
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
         """One holder more for each; the null block may be among them and is passed over."""

@@ -1,7 +1,7 @@
 """From a block hash to the blocks that hold it, in one group."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from reprise_core.ids import BlockHash, BlockId
 
@@ -49,6 +49,15 @@ class HashIndex:
             del others[block_id]
         if not others:
             del self.twins[block_hash]
+
+    def discard_all(self, entries: Iterable[tuple[BlockHash, BlockId]]) -> None:
+        if self.twins:
+            for block_hash, block_id in entries:
+                self.discard(block_hash, block_id)
+            return
+        first = self.first
+        for block_hash, _ in entries:
+            del first[block_hash]
 
     def clear(self) -> None:
         self.first.clear()

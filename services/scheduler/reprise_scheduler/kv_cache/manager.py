@@ -84,12 +84,16 @@ class KVCacheManager:
         """Hits are multiples of this many tokens (but for full-prompt hits)."""
         return self._coordinator.alignment
 
-    def lookup(self, request: CachedRequest) -> PrefixHit:
-        """The longest reusable prefix. Changes no block and holds none."""
+    def lookup(self, request: CachedRequest, *, allow_copy: bool = True) -> PrefixHit:
+        """The longest reusable prefix. Changes no block and holds none.
+
+        Without `allow_copy` it has no `copy_sources`: those must be filled before the step that copies
+        them, which only the caller knows.
+        """
         if not self.config.enable_caching or request.skip_lookup:
             request.junction_tokens = 0
             return self._no_hit
-        hit = self._lookup.hit(request)
+        hit = self._lookup.hit(request, allow_copy=allow_copy)
         request.junction_tokens = hit.junction
         if request.report_full and hit.num_tokens:
             for group, blocks in zip(self._groups, hit.blocks, strict=True):

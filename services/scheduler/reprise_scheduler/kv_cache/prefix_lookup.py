@@ -27,8 +27,8 @@ class PrefixLookup:
         self._verifier = verifier
         self._full_prompt_hit = full_prompt_hit
 
-    def hit(self, request: CachedRequest) -> PrefixHit:
-        if self._full_prompt_hit:
+    def hit(self, request: CachedRequest, *, allow_copy: bool = True) -> PrefixHit:
+        if self._full_prompt_hit and allow_copy:
             hit = self._whole(request)
             if hit is not None:
                 return hit

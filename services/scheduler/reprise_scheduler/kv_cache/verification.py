@@ -6,13 +6,13 @@ test hashes, for short digests, and for peers that supply hashes.
 
 from collections.abc import Sequence
 
-from reprise_core.extra_keys import LoraAdapter
 from reprise_core.ids import BlockHash, BlockId, GroupId
 from reprise_scheduler.kv_cache.group import Group
 from reprise_scheduler.kv_cache.observer import EntryObserver
 from reprise_scheduler.kv_cache.request import CachedRequest
 
-Contents = tuple[LoraAdapter | None, str, tuple[int, ...]]
+Contents = tuple[tuple[str, str] | None, str, tuple[int, ...]]
+"""The adapter's name and path (its number is an engine's own affair), salt, tokens."""
 
 
 class TokenVerifier(EntryObserver):
@@ -51,4 +51,5 @@ class TokenVerifier(EntryObserver):
 def _contents(request: CachedRequest, group: Group, place: int) -> Contents:
     start = place * group.block_size
     tokens = tuple(request.token_ids[start : start + group.block_size])
-    return request.lora, request.cache_salt or "", tokens
+    lora = request.lora
+    return (lora.name, lora.path) if lora else None, request.cache_salt or "", tokens

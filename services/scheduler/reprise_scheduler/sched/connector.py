@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from reprise_core.ids import BlockHash, BlockId, GroupId
 from reprise_core.steps import BlockSave
-from reprise_scheduler.sched.config import SchedulerConfig
+from reprise_scheduler.sched.config import KvRole, SchedulerConfig
 from reprise_scheduler.sched.outputs import Counters
 from reprise_scheduler.sched.request import Request
 
@@ -30,6 +30,8 @@ class Connector:
         self.generation: int | None = None
         """Of the external tier, as it last answered; None = never reached, and nothing is saved."""
         self.saves = SaveQueue(max_pending=config.max_pending_saves, counters=counters)
+        self._loads = config.kv_role is not KvRole.PRODUCER
+        self._saves = config.kv_role is not KvRole.CONSUMER
         self._max_wait_s = config.max_external_wait_s
         self._block_size = block_size
         self._groups = [GroupId(index) for index in range(num_groups)]
@@ -40,7 +42,7 @@ class Connector:
         """Whether the request has to wait for an answer before it may be admitted."""
         num_blocks = (request.num_tokens - 1) // self._block_size
         request.external_tiers = ()
-        if not self.enabled or num_blocks == 0 or request.skip_lookup:
+        if not self.enabled or not self._loads or num_blocks == 0 or request.skip_lookup:
             return False
         request.external_wait_until_s = None
         self.looking_up[request.sequence] = request
@@ -99,7 +101,7 @@ class Connector:
     def offer(self, request: Request, num_tokens: int, tables: Sequence[Sequence[BlockId]]) -> None:
         """Blocks of the request up to `num_tokens` confirmed tokens are worth saving."""
         num_blocks = min(num_tokens // self._block_size, len(request.block_hashes))
-        if not self.enabled or self.generation is None:
+        if not self.enabled or not self._saves or self.generation is None:
             return
         for index in range(request.num_saved_blocks, num_blocks):
             for group_id, table in zip(self._groups, tables, strict=True):

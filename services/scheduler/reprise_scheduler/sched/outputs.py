@@ -33,6 +33,7 @@ class Counters:
     saves_offered: int = 0
     saves_dropped: int = 0
     stale_results: int = 0
+    priority_cuts: int = 0
 
     def copy(self) -> "Counters":
         return replace(self)

@@ -55,6 +55,9 @@ class WaitingQueue:
     def remove(self, request: Request) -> bool:
         return self._forget(request)
 
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Tokens were planned for a tenant; this order does not depend on it."""
+
     def _forget(self, request: Request) -> bool:
         self._live.pop(request.sequence, None)
         return self._requests.pop(request.sequence, None) is not None

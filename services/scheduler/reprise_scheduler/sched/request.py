@@ -16,6 +16,7 @@ from reprise_core.extra_keys import LoraAdapter
 from reprise_core.hash_chain import HashChain
 from reprise_core.ids import BlockHash, RequestId
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
+from reprise_scheduler.kv_cache.miss_reasons import MissReason
 
 
 class RequestStatus(Enum):
@@ -49,6 +50,7 @@ class Request:
         "last_token_s",
         "load_tokens",
         "lora",
+        "miss",
         "num_computed_tokens",
         "num_local_hit_tokens",
         "num_placeholders",
@@ -56,8 +58,11 @@ class Request:
         "num_prompt_tokens",
         "num_saved_blocks",
         "owner",
+        "pin",
+        "pin_ttl_s",
         "priority",
         "prompt_sources",
+        "queued_tokens",
         "report_full",
         "request_id",
         "sampling",
@@ -83,6 +88,8 @@ class Request:
         tenant: str = "",
         cache_salt: str | None = None,
         lora: LoraAdapter | None = None,
+        pin: bool = False,
+        pin_ttl_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.owner = owner
@@ -98,6 +105,10 @@ class Request:
         self.tenant = tenant
         self.cache_salt = cache_salt
         self.lora = lora
+        self.pin = pin
+        """Its prompt's blocks are to be kept once they are computed; false again when that was tried."""
+        self.pin_ttl_s = pin_ttl_s
+        """For how long; 0 = until it is unpinned."""
 
         self.status = RequestStatus.WAITING
         self.handle = 0
@@ -108,6 +119,8 @@ class Request:
         self.num_placeholders = 0
         """Output tokens that steps in flight will bring."""
         self.num_preemptions = 0
+        self.queued_tokens = 0
+        """What it counts for among the waiting tokens; 0 while it does not wait."""
         self.num_saved_blocks = 0
         """Blocks from the front that were offered to the store or are known to be there."""
         self.num_local_hit_tokens = 0
@@ -116,6 +129,8 @@ class Request:
         self.external_tiers: tuple[str, ...] | None = None
         """The connector's answer: per block from the front the tier that has it; None = not yet."""
         self.external_wait_until_s: float | None = None
+        self.miss: MissReason | None = None
+        """Why its last look-up found no more; None unless misses are tracked."""
         self.prompt_sources: PromptSources | None = None
         """Set at the first admission that leads to compute."""
         self.finish_reason: FinishReason | None = None

@@ -2,8 +2,9 @@
 
 States: GREETING says HELLO at every interval until WELCOME; LIVE takes plans and sends results and
 heartbeats; RELEASING waits until the step thread has dropped an ended session's state. The newest
-WELCOME counts, in every state: the step thread takes events in order and drops what came before. A session ends when the scheduler says STALE, when the connection breaks (messages may be lost then), when
-plans come faster than the protocol allows, or when the step thread cannot go on with it.
+WELCOME counts, in every state: the step thread takes events in order and drops what came before. A
+session ends when the scheduler says STALE, when the connection breaks (messages may be lost then),
+when plans come faster than the protocol allows, or when the step thread cannot go on with it.
 """
 
 import time
