@@ -104,6 +104,10 @@ class SchedulerApp:
     def num_running(self) -> int:
         return len(self._loop.scheduler.running) if self._loop.scheduler is not None else 0
 
+    @property
+    def num_waiting(self) -> int:
+        return self._loop.scheduler.num_waiting if self._loop.scheduler is not None else 0
+
     async def start(self) -> None:
         await self._link.start()
         await self._server.start()

@@ -3,7 +3,8 @@
 The real scheduler service in this process; a null worker, a draining client and an event drain in
 processes of their own, over real ZMQ and gRPC sockets. Plan-ahead is off, so every step's overhead
 is on the path: the result's frames read -> the next plan's frames sent, and -> the step's tokens
-given to gRPC. The limit rows are the budget of the design.
+given to gRPC. The peers of the rows are the design's budget and, where the context is longer or requests
+wait as well, the same number of running requests without that: the cost must not grow with either.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import median
 
 from reprise_cli.bench.report import BenchRow
@@ -20,8 +22,7 @@ from reprise_scheduler.app import SchedulerApp
 from reprise_scheduler.probe import Mark
 from reprise_scheduler.settings import SchedulerSettings
 
-RUNNING = (1, 16, 64, 256)
-PROMPT_LENGTH = 1000
+CONTEXT = 1000
 WARM_UP_STEPS = 100
 STEPS = 1000
 LIMIT_MS = {50: 1.0, 99: 3.0}
@@ -34,6 +35,24 @@ SHARES = (
     ("outboxes", Mark.PUBLISHED, Mark.DELIVERED),
     ("to gRPC", Mark.DELIVERED, Mark.HANDED_OVER),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that run and that wait, each with a prompt of `context` tokens."""
+
+    running: int
+    waiting: int = 0
+    context: int = CONTEXT
+
+    @property
+    def name(self) -> str:
+        more = f", {self.waiting} waiting" if self.waiting else ""
+        more += f", context {self.context}" if self.context != CONTEXT else ""
+        return f"{self.running} running{more}"
+
+
+LOADS = (Load(1), Load(16), Load(64), Load(64, context=16_000), Load(64, waiting=512), Load(256))
 
 
 class Recorder:
@@ -56,25 +75,32 @@ class Recorder:
         ]
 
 
-def step_rows(*, running: Sequence[int] = RUNNING, steps: int = STEPS) -> list[BenchRow]:
+def step_rows(*, loads: Sequence[Load] = LOADS, steps: int = STEPS) -> list[BenchRow]:
     rows: list[BenchRow] = []
-    for num_running in running:
-        recorder = asyncio.run(_measure(num_running, steps))
-        rows += _rows(num_running, recorder)
+    medians_ms: dict[int, float] = {}  # by running requests, of the load with nothing else
+    for load in loads:
+        recorder = asyncio.run(_measure(load, steps))
+        rows += _rows(load, recorder, medians_ms.get(load.running))
+        medians_ms.setdefault(load.running, _percentile(recorder.spans_ms(Mark.RECEIVED, Mark.SENT), 50))
     return rows
 
 
-def _rows(num_running: int, recorder: Recorder) -> Iterator[BenchRow]:
+def _rows(load: Load, recorder: Recorder, alone_ms: float | None) -> Iterator[BenchRow]:
     to_plan = recorder.spans_ms(Mark.RECEIVED, Mark.SENT)
     to_grpc = recorder.spans_ms(Mark.RECEIVED, Mark.HANDED_OVER)
     for percent, limit_ms in LIMIT_MS.items():
-        value = _percentile(to_plan, percent)
-        peer, peer_value = ("budget at 64 running", limit_ms) if num_running == 64 else ("", None)
-        yield BenchRow.lower_is_better(f"{num_running} running p{percent}", value, "ms", peer, peer_value)
-    for percent in LIMIT_MS:
-        yield BenchRow(f"{num_running} running to gRPC p{percent}", _percentile(to_grpc, percent), "ms")
+        peer, peer_value = ("budget", limit_ms) if load.running == 64 else ("", None)
+        if alone_ms is not None and percent == 50:
+            peer, peer_value = f"{load.running} running p50", alone_ms
+        yield BenchRow.lower_is_better(
+            f"{load.name} p{percent}", _percentile(to_plan, percent), "ms", peer, peer_value
+        )
+    for percent in LIMIT_MS if to_grpc else ():
+        yield BenchRow(f"{load.name} to gRPC p{percent}", _percentile(to_grpc, percent), "ms")
     for name, start, end in SHARES:
-        yield BenchRow(f"{num_running} running share {name}", median(recorder.spans_ms(start, end)), "ms")
+        spans_ms = recorder.spans_ms(start, end)
+        if spans_ms:
+            yield BenchRow(f"{load.name} share {name}", median(spans_ms), "ms")
 
 
 def _percentile(values: list[float], percent: int) -> float:
@@ -82,7 +108,7 @@ def _percentile(values: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
-async def _measure(num_running: int, steps: int) -> Recorder:
+async def _measure(load: Load, steps: int) -> Recorder:
     grpc_port, metrics_port, workers_port, intake_port = free_ports(4)
     address = f"127.0.0.1:{grpc_port}"
     settings = SchedulerSettings(
@@ -91,7 +117,7 @@ async def _measure(num_running: int, steps: int) -> Recorder:
         workers_endpoint=f"tcp://127.0.0.1:{workers_port}",
         publisher_endpoint=f"tcp://127.0.0.1:{intake_port}",
         async_scheduling=False,
-        max_num_seqs=max(RUNNING),
+        max_num_seqs=load.running,
         max_num_batched_tokens=1 << 20,
     )
     recorder = Recorder()
@@ -102,15 +128,20 @@ async def _measure(num_running: int, steps: int) -> Recorder:
         stack.enter_context(_process("reprise_cli.bench.event_drain", settings.publisher_endpoint))
         while not app.readiness.ready:
             await asyncio.sleep(0.02)
-        client = ("reprise_cli.bench.drain_client", address, str(num_running), str(PROMPT_LENGTH))
+        client = (
+            "reprise_cli.bench.drain_client",
+            address,
+            str(load.running + load.waiting),
+            str(load.context),
+        )
         stack.enter_context(_process(*client))
-        await _run_steps(app, recorder, num_running, steps)
+        await _run_steps(app, recorder, load, steps)
     await app.stop()
     return recorder
 
 
-async def _run_steps(app: SchedulerApp, recorder: Recorder, num_running: int, steps: int) -> None:
-    while app.num_running < num_running:
+async def _run_steps(app: SchedulerApp, recorder: Recorder, load: Load, steps: int) -> None:
+    while app.num_running < load.running or app.num_waiting < load.waiting:
         await asyncio.sleep(0.02)
     await _until_turns(recorder, len(recorder.turns) + WARM_UP_STEPS)
     recorder.turns.clear()
