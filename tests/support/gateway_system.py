@@ -1,6 +1,5 @@
 """A gateway with a real tokenizer and fake engines, on free ports, within the test's event loop."""
 
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from reprise_gateway.settings import GatewaySettings
 from reprise_tokenizer.app import TokenizerApp
 from reprise_tokenizer.settings import TokenizerSettings
 from support.fake_engine import FakeEngine
+from support.valkey_server import free_port
 from support.waiting import until
 
 QUICK = {
@@ -27,9 +27,7 @@ QUICK = {
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def make_tokenizer(model_path: Path, address: str, **settings: Any) -> TokenizerApp:

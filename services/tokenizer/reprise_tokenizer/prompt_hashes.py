@@ -36,11 +36,7 @@ class PromptHasher:
     def _hasher(self, profile: HashProfile) -> BlockHasher:
         hasher = self._hashers.get(profile)
         if hasher is None:
-            hasher = BlockHasher(
-                algorithm=profile.algorithm,
-                block_size=profile.hash_block_size,
-                none_hash=profile.none_hash,
-            )
+            hasher = profile.hasher()
             if len(self._hashers) >= _MAX_HASHERS:
                 self._hashers.clear()
             self._hashers[profile] = hasher
