@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 STUBS := shared/reprise/v1
 
-.PHONY: help install serve chat demo test lint type format protos accel bench peers test-compose lint-deploy clean
+.PHONY: help install serve chat demo test lint type format protos protos-baseline accel bench peers test-compose lint-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## What there is to make
@@ -56,6 +56,8 @@ lint: install ## Style, import rules, generated code
 	@rm -rf .cache/protos && mkdir -p .cache/protos && $(MAKE) -s protos STUBS_ROOT=.cache/protos
 	@diff -r --exclude=__pycache__ .cache/protos/reprise/v1 $(STUBS) \
 	  || { echo "generated code is not current: run make protos" >&2; exit 1; }
+	@if [ -x $(BIN)/buf ]; then $(BIN)/buf lint protos && $(BIN)/buf breaking protos --against $(PROTOS_BASELINE); \
+	  else echo "buf is not here (no package for this platform): protos are not linted"; fi
 
 type: install ## mypy, strict
 	$(BIN)/mypy
@@ -63,6 +65,10 @@ type: install ## mypy, strict
 format: install ## Put the code into the project's form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+PROTOS_BASELINE := protos/baseline.binpb
+protos-baseline: install ## Freeze protos/ as what later changes must stay compatible with (at a release)
+	$(BIN)/buf build protos -o $(PROTOS_BASELINE)
 
 STUBS_ROOT ?= shared
 protos: install ## Generate shared/reprise/v1 from protos/
