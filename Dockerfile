@@ -41,7 +41,9 @@ COPY shared shared
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS runtime
-RUN groupadd --gid 10001 reprise && useradd --uid 10001 --gid 10001 --no-log-init --create-home reprise
+# /run/reprise: where store and worker meet to share memory, when a volume is mounted there in both.
+RUN groupadd --gid 10001 reprise && useradd --uid 10001 --gid 10001 --no-log-init --create-home reprise \
+    && install -d -o 10001 -g 10001 -m 700 /run/reprise
 ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/opt/reprise PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY tests/compose/check_image.py /opt/
 WORKDIR /home/reprise
@@ -70,12 +72,16 @@ CMD ["python", "-m", "reprise_scheduler"]
 
 # --- publisher
 
+FROM common-dependencies AS publisher-dependencies
+COPY --from=requirements /requirements/publisher.txt .
+RUN pip install -r common.txt -r publisher.txt
+
 FROM code AS publisher-code
 COPY services/publisher services/publisher
 RUN pip install --no-deps --target /opt/reprise .
 
 FROM runtime AS publisher
-COPY --from=common-dependencies /opt/venv /opt/venv
+COPY --from=publisher-dependencies /opt/venv /opt/venv
 COPY --from=publisher-code /opt/reprise /opt/reprise
 USER 10001:10001
 RUN python /opt/check_image.py publisher

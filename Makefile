@@ -12,7 +12,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 STUBS := shared/reprise/v1
 
-.PHONY: help install serve chat demo test lint type format protos protos-baseline accel bench peers test-compose lint-deploy clean
+.PHONY: help install serve chat demo test lint type format protos protos-baseline accel bench soak peers test-compose lint-deploy clean
 .DEFAULT_GOAL := help
 
 help: ## What there is to make
@@ -75,8 +75,15 @@ protos: install ## Generate shared/reprise/v1 from protos/
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(STUBS_ROOT) --pyi_out=$(STUBS_ROOT) \
 	  --grpc_python_out=$(STUBS_ROOT) protos/reprise/v1/*.proto
 
+SOAK_S ?= 1800
+SOAK_EVENT_BLOCKS ?= 10000000
+soak: install ## The long runs at full length: overload of the store (SOAK_S), events under faults
+	REPRISE_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -s tests/chaos/test_store_overload.py
+	REPRISE_EVENT_BLOCKS=$(SOAK_EVENT_BLOCKS) $(BIN)/python -m pytest -s tests/chaos/test_event_delivery.py
+
 bench: install ## Every benchmark, as tables
-	@for name in hashing hashing-append hashing-limit kv-cache eviction step; do $(BIN)/reprise bench $$name || exit 1; done
+	@for name in hashing hashing-append hashing-limit kv-cache eviction step events store first-token; do \
+	  $(BIN)/reprise bench $$name || exit 1; done
 
 PEER_VERSION ?= 0.33.0
 peers: install ## The reference in .venv-peers, a peer in the hashing and kv-cache benchmarks (a large download)

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from reprise_cli.event_commands import events
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="A prefix-caching inference engine in six services."
 )
 conformance = typer.Typer(no_args_is_help=True, help="Compare with recordings of the reference.")
-events = typer.Typer(no_args_is_help=True, help="Follow KV events.")
 app.add_typer(conformance, name="conformance")
 app.add_typer(events, name="events")
 
@@ -62,7 +63,7 @@ def serve(
     ] = 0.0,
     scheduler_reserve_full_isl: Annotated[
         bool, typer.Option(help="Admit a request only when its whole present sequence fits.")
-    ] = False,
+    ] = True,
     max_num_queued_reqs: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 1024,
     max_num_queued_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of requests that may wait; 0 = no limit.")
@@ -78,6 +79,9 @@ def serve(
     kv_events_config: Annotated[
         str, typer.Option(help="JSON, as the reference's; {} or null = off; empty = on.")
     ] = "",
+    event_token_ids: Annotated[
+        bool, typer.Option(help="Off: KV events carry no token ids, for subscribers that need only hashes.")
+    ] = True,
     kv_transfer_config: Annotated[
         str,
         typer.Option(help="JSON: kv_connector, kv_role, kv_load_failure_policy; {} or null = no store."),
@@ -122,6 +126,7 @@ def serve(
         eviction_policy=eviction_policy,
         transfer=transfer,
     ).overrides()
+    overrides["publisher"] = {"event_token_ids": str(event_token_ids)}
     overrides["gateway"] = {"dev_mode": str(dev_mode)}
     _add_settings(overrides, setting or [])
     model_path = command.prepare_model(model, (cache_dir or command.default_cache_dir()).expanduser())
@@ -217,7 +222,11 @@ def trace(
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="hashing, hashing-limit, hashing-append, kv-cache, eviction, step, split.")
+        str,
+        typer.Argument(
+            help="hashing, hashing-limit, hashing-append, kv-cache, eviction, events, step, split, store, "
+            "first-token."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     policy: Annotated[
@@ -242,26 +251,6 @@ def bench(
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from error
     print_report(name, rows, json_output=as_json)
-
-
-@events.command("tail")
-def events_tail(
-    endpoint: Annotated[str, typer.Option(help="PUB socket of a publisher.")] = "tcp://127.0.0.1:8023",
-    replay: Annotated[str, typer.Option(help="Replay socket; fills gaps.")] = "",
-    start: Annotated[int | None, typer.Option("--from", help="First sequence number wanted.")] = None,
-    topic: Annotated[str, typer.Option(help="Prefix of the topics wanted.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a batch.")] = False,
-    count: Annotated[int, typer.Option(help="End after so many batches; 0 = never.")] = 0,
-) -> None:
-    """Print KV events readably as they come."""
-    from reprise_cli.events import tail
-    from reprise_core.errors import InvalidInput
-
-    try:
-        code = tail(endpoint, replay=replay, start=start, topic=topic, as_json=as_json, count=count)
-    except InvalidInput as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(code)
 
 
 @conformance.command("hashes")

@@ -5,9 +5,11 @@ from typing import Any
 
 import msgspec
 
+from reprise_cli.conformance_publisher import ConformancePublisher
 from reprise_cli.conformance_runner import Outcome, Row, first_difference
 from reprise_core.errors import InvalidInput
 from reprise_core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
+from reprise_publisher.stream import PublisherClosed
 from reprise_wire.event_codec import (
     EventForm,
     decode_batch,
@@ -15,7 +17,6 @@ from reprise_wire.event_codec import (
     encode_event,
     parse_replay_request,
 )
-from reprise_wire.event_stream import EventStream, PublisherClosed
 from reprise_wire.events_config import EventsConfig, endpoint_of_rank, socket_role
 
 Pairs = Iterator[tuple[str, object, object]]
@@ -52,12 +53,12 @@ def _batch(row: Row) -> Pairs:
 
 def _pub_frames(row: Row) -> Pairs:
     rank = row["data_parallel_rank"]
-    stream = EventStream(
+    stream = ConformancePublisher(
         topic=row["topic"],
         rank=rank,
         buffer_steps=row.get("buffer_steps", 1),
         form=_form(row),
-        next_sequence=row.get("first_sequence", 0),
+        first_sequence=row.get("first_sequence", 0),
     )
     given = row.get("batches_as_given")
     batches = [_batch_from_fields(fields) for fields in row["batches"]]
@@ -94,17 +95,17 @@ def _replay_req(row: Row) -> Pairs:
     for name in ("first", "second"):
         request = parse_replay_request([_IDENTITY, b"", bytes.fromhex(row[f"{name}_request"])])
         assert request is not None
-        first = next(stream.replay(request))
+        first = stream.replay(request)[0]
         yield f"{name}_reply", row[f"{name}_reply"], [frame.hex() for frame in first[2:]]
 
 
-def _replayable_stream(row: Row, payload_of: dict[str, str]) -> EventStream:
+def _replayable_stream(row: Row, payload_of: dict[str, str]) -> ConformancePublisher:
     """A stream that published as many batches as the recorded one.
 
     Payloads come from the replies, checked against our codec; for a number that none of them shows
     any payload will do, and will show up should it be sent.
     """
-    stream = EventStream(
+    stream = ConformancePublisher(
         topic=row["topic"],
         rank=row["data_parallel_rank"],
         buffer_steps=row["buffer_steps"],
@@ -120,7 +121,7 @@ def _replayable_stream(row: Row, payload_of: dict[str, str]) -> EventStream:
 
 
 def _publish_after_shutdown(row: Row) -> Pairs:
-    stream = EventStream(topic="", rank=0, buffer_steps=1)
+    stream = ConformancePublisher(topic="", rank=0, buffer_steps=1)
     stream.close()
     raised = None
     try:

@@ -17,7 +17,7 @@ from reprise_core.hash_chain import BlockHasher
 from reprise_core.ids import RequestId
 from reprise_core.kv_events import KvEvent
 from reprise_core.requests import FinishReason, SamplingParams
-from reprise_core.steps import LoadReport, StepPlan, StepResult, TransferReport
+from reprise_core.steps import StepPlan, StepResult, TransferReport
 from reprise_runtime.health import Readiness
 from reprise_runtime.tracing import Tracing
 from reprise_scheduler.engine_loop import EngineLoop
@@ -41,6 +41,9 @@ class CountedEvents:
 
     def send(self, events: Sequence[KvEvent]) -> None:
         self.num_events += len(events)
+
+    def refresh_metrics(self, *, has_cached_blocks: bool) -> None:
+        """They go nowhere, so there is nothing to watch."""
 
 
 class MemoryLink:
@@ -71,8 +74,8 @@ class MemoryLink:
     def send_result(self, session: bytes, result: StepResult) -> None:
         self._loop.call_soon_threadsafe(self._engine.on_result, result)
 
-    def send_loads(self, session: bytes, reports: tuple[LoadReport, ...]) -> None:
-        self._loop.call_soon_threadsafe(self._engine.on_transfer, TransferReport(reports))
+    def send_transfers(self, session: bytes, report: TransferReport) -> None:
+        self._loop.call_soon_threadsafe(self._engine.on_transfer, report)
 
     def drop_session(self, session: bytes) -> None:
         raise AssertionError("the worker refused a plan of its own process")

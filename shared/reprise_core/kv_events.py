@@ -20,6 +20,8 @@ ExternalHash = int | bytes
 MEDIUM_DEVICE: Final = "GPU"
 MEDIUM_HOST: Final = "CPU"
 MEDIUM_STORAGE: Final = "STORAGE"
+MEDIUM_EXTERNAL: Final = "EXTERNAL"
+"""Shared by engines, who may evict from it without notice."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag=True):
@@ -46,6 +48,9 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
+    report: bool | None = None
+    """Ours, in maps only. True: these blocks were there already and are named again for whoever does
+    not know them. No copy of them was added, so a consumer must not count this store."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag=True):

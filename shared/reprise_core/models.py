@@ -11,6 +11,7 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_layers: int
     window_tokens: int | None = None
+    """Of sliding_window: a token reads itself and this many less one before it."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,10 +29,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerCapacity(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
-    """Per group pool size, the null block included."""
+    """Of the pool that all groups share, the null block included."""
     block_size: int
     block_nbytes: int
-    """Bytes of one block over all layers."""
+    """Bytes of one block over the layers of its group; the same in every group."""
     groups: tuple[KvGroup, ...]
     max_num_batched_tokens: int
     """The worker's own limit on tokens in one step; the scheduler's budget is cut to it."""

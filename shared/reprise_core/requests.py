@@ -18,6 +18,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `seed` None draws from the
     worker's own randomness. Stop strings are not here: text is the tokenizer's, and a match is
     told to the scheduler as a finish at a token index.
+
+    `logprobs` and `prompt_logprobs` count the most probable tokens that are given beside each output
+    and each prompt token, 0 to `MAX_LOGPROBS`; None = no log-probabilities.
     """
 
     max_tokens: int
@@ -28,6 +31,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class PromptSources(msgspec.Struct, frozen=True, kw_only=True):

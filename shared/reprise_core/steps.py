@@ -54,6 +54,10 @@ class WorkerSampling(msgspec.Struct, frozen=True, array_like=True):
     # End-of-sequence and stop tokens that must not be drawn before min_tokens output tokens.
     min_tokens: int = 0
     banned_token_ids: bytes = b""
+    # Most probable tokens beside each drawn token, and beside each prompt token but the first; None = no
+    # log-probabilities. The prompt's are asked for until the request has its first output token.
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
 
 class AddedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -120,6 +124,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(item.num_new_tokens for item in self.scheduled)
 
 
+class RequestLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What one request asked for of this step, in rows as `reprise_core.logprobs` defines them."""
+
+    handle: int
+    output: bytes = b""
+    """One row, of the drawn token."""
+    prompt: bytes = b""
+    """A row for each scheduled position whose next token is the prompt's, of that next token."""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     handles: bytes
@@ -129,6 +143,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     model_time_s: float
     num_saves_dropped: int = 0
     """Saves of this plan that the worker's bounded staging had no room for."""
+    logprobs: tuple[RequestLogprobs, ...] = ()
+    """Only of requests that asked for them."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -141,5 +157,18 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """The first failure's reason word: missing, damaged, foreign, refused, timeout, unavailable."""
 
 
+class TransferMeasure(msgspec.Struct, frozen=True, array_like=True):
+    """One transfer with the store that is over, whatever came of it."""
+
+    num_blocks: int
+    num_bytes: int
+    """Of the blocks that arrived."""
+    seconds: float
+    """Asked or sent to answered, or to the time-out."""
+
+
 class TransferReport(msgspec.Struct, frozen=True, array_like=True):
     loads: tuple[LoadReport, ...] = ()
+    loaded: tuple[TransferMeasure, ...] = ()
+    """One per load."""
+    saved: tuple[TransferMeasure, ...] = ()

@@ -30,10 +30,17 @@ SERVER_OPTIONS = (
 )
 
 
-def channel(address: str, tracing: Tracing | None = None) -> grpc.aio.Channel:
-    """A client channel with the limits and reconnect times of this system."""
+def channel(
+    address: str, tracing: Tracing | None = None, *, own_connection: bool = False
+) -> grpc.aio.Channel:
+    """A client channel with the limits and reconnect times of this system.
+
+    Channels to one address share a connection, and while it is being reconnected their calls fail at once.
+    `own_connection`: not this one; for somebody who keeps trying while the peer is away.
+    """
     interceptors = [ClientTracing()] if tracing is not None and tracing.enabled else None
-    return grpc.aio.insecure_channel(address, options=list(CHANNEL_OPTIONS), interceptors=interceptors)
+    options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
 
 class GrpcServer:
@@ -93,6 +100,8 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         codecs = (handler.request_deserializer, handler.response_serializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary), *codecs)
+        if inspect.iscoroutinefunction(handler.unary_stream):  # one that writes by itself
+            return grpc.unary_stream_rpc_method_handler(_guard_unary(handler.unary_stream), *codecs)
         if inspect.isasyncgenfunction(handler.unary_stream):
             return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream), *codecs)
         if inspect.isasyncgenfunction(handler.stream_stream):

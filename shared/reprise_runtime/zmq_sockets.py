@@ -2,53 +2,87 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
 from reprise_core.errors import Unavailable
 
-Handler = Callable[[list[bytes]], None]
+Handler = Callable[[list[Any]], None]
+"""Gets the frames: bytes, or zmq.Frame from a reader that does not copy."""
 
 
 class SocketReader:
-    """Calls `on_message` for every multipart message of a socket.
+    """Calls `on_message` for every multipart message of a socket, one at a time.
 
-    The file descriptor of a ZMQ socket is edge-triggered: it is read until nothing is left, and
-    looked at again after every send (`kick`). At most `max_burst` messages are handled before other
-    work of the loop has its turn.
+    Between two messages whatever else is ready has its turn: what the message woke, then what input
+    that had arrived wakes. Otherwise a peer that answers at once would keep all others waiting. The
+    file descriptor of a ZMQ socket is edge-triggered: it is read until nothing is left, and looked at
+    again after every send (`kick`).
+
+    A handler that needs time says `pause`: what comes then waits in ZMQ's queue until `resume`.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Handler, *, max_burst: int = 64) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Handler, *, copy: bool = True) -> None:
         self._socket = socket
         self._on_message = on_message
-        self._max_burst = max_burst
+        self._copy = copy
+        self._paused = False
         self._file_descriptor = int(socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduled = False
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._file_descriptor, self._drain)
+        self._loop.add_reader(self._file_descriptor, self._on_readable)
+        self.kick()
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
         self.kick()
 
     def kick(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon(self._drain)
+        if self._loop is not None and not self._scheduled and self._may_read():
+            self._scheduled = True
+            # Two turns of the loop: in the first, input is polled; in the second, what it wakes runs.
+            self._loop.call_soon(self._loop.call_soon, self._read)
+
+    def _on_readable(self) -> None:
+        # When scheduled, a message was just handled, or the socket is looked at soon.
+        if not self._scheduled and self._may_read():
+            self._scheduled = True
+            self._read()
 
     def stop(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._file_descriptor)
             self._loop = None
 
-    def _drain(self) -> None:
-        for _ in range(self._max_burst):
-            if self._loop is None:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_message(frames)
-        self.kick()
+    def _read(self) -> None:
+        # Still `_scheduled`: a send by the handler must not put the next read before what it wakes.
+        try:
+            frames = self._receive()
+            if frames is not None:
+                self._on_message(frames)
+        finally:
+            self._scheduled = False
+            self.kick()
+
+    def _receive(self) -> list[Any] | None:
+        if self._loop is None or self._paused:
+            return None
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
+        except zmq.Again:  # its peer left meanwhile
+            return None
+
+    def _may_read(self) -> bool:
+        """Asking is cheaper than to be told Again, and takes back the descriptor's signal, so that one that
+        is paused is quiet."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN) and not self._paused
 
 
 def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:

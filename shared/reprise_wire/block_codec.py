@@ -1,21 +1,31 @@
 """One KV block as one value: a header and the payload, checked end to end.
 
-The worker that saves a block encodes it and the worker that loads it decodes it; stores and Redis
-keep it as it is. Layout, little-endian:
+The worker that saves a block encodes it and the worker that loads it decodes it; stores never look inside.
+Who stores a value in fewer bytes (`codec`) gives back the very bytes that the worker made. Layout,
+little-endian:
 
     0  4s  magic "RKVB"
-    4  u16 version (1)
-    6  u16 codec (0 = as it is)
-    8  u32 number of tokens
-    12 16s model fingerprint
-    28 u64 payload length in bytes
-    36 u64 XXH3-64 of the block hash, the first 36 header bytes and the payload
-    44     payload
+    4  u16 version (2)
+    6  u16 codec of the payload as stored (0 = as it is; the only one that a worker writes and reads)
+    8  u16 dtype of the elements (DTYPE_CODES)
+   10  u16 layers
+   12  u16 key and value heads of a layer  \\
+   14  u16 elements of a key per head       } 0 where the layers differ (the fingerprint tells them apart)
+   16  u16 elements of a value per head    /
+   18  u16 0
+   20  u32 tokens
+   24 16s  model fingerprint
+   40  u64 payload length in bytes, before any codec
+   48  u64 0
+   56  u64 XXH3-64 of the block hash, the first 56 header bytes (with codec 0) and the payload
+   64      payload: per layer K as [head, token, element], then V
 
 The block hash goes into the checksum, so a value stored under another block's key is refused too.
 """
 
 import struct
+from dataclasses import dataclass
+from functools import cached_property
 
 import xxhash
 
@@ -23,11 +33,14 @@ from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
 
 MAGIC = b"RKVB"
-VERSION = 1
+VERSION = 2
 CODEC_NONE = 0
-_FIELDS = struct.Struct("<4sHHI16sQ")
+DTYPE_CODES = {"float32": 1, "bfloat16": 2, "float16": 3, "float8_e4m3fn": 4}
+"""float8_e4m3fn: the payload begins with one float32 scale per layer for K and one for V."""
+_FIELDS = struct.Struct("<4sHHHHHHHHI16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
+assert HEADER_NBYTES == 64
 
 Buffer = bytes | bytearray | memoryview
 
@@ -40,34 +53,90 @@ class BadBlock(DataLoss):
         self.reason = reason
 
 
-def encode_header(payload: Buffer, *, block_hash: BlockHash, num_tokens: int, fingerprint: bytes) -> bytes:
+@dataclass(frozen=True)
+class BlockFormat:
+    """What all blocks of one worker have in common; a value of another format is foreign.
+
+    `num_kv_heads`, `key_dim` and `value_dim` are 0 where the layers differ.
+    """
+
+    fingerprint: bytes
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    num_tokens: int
+    payload_nbytes: int
+
+    @cached_property
+    def fields(self) -> bytes:
+        """The header up to its checksum."""
+        shape = (self.num_layers, self.num_kv_heads, self.key_dim, self.value_dim)
+        return _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            CODEC_NONE,
+            DTYPE_CODES[self.dtype],
+            *shape,
+            0,
+            self.num_tokens,
+            self.fingerprint,
+            self.payload_nbytes,
+            0,
+        )
+
+
+def encode_header(payload: Buffer, *, block_hash: BlockHash, format: BlockFormat) -> bytes:
     """The header that stands before `payload`; the two may travel as separate frames."""
-    fields = _FIELDS.pack(MAGIC, VERSION, CODEC_NONE, num_tokens, fingerprint, len(payload))
+    assert len(payload) == format.payload_nbytes
+    fields = format.fields
     return fields + _CHECKSUM.pack(_checksum(block_hash, fields, payload))
 
 
-def decode_block(value: Buffer, *, block_hash: BlockHash, num_tokens: int, fingerprint: bytes) -> memoryview:
+def decode_block(value: Buffer, *, block_hash: BlockHash, format: BlockFormat) -> memoryview:
     """The payload of a stored value, or BadBlock."""
     view = memoryview(value)
-    if len(view) < HEADER_NBYTES:
-        raise BadBlock("damaged", f"block value of {len(view)} bytes is shorter than its header")
-    fields = bytes(view[: _FIELDS.size])
-    magic, version, codec, stored_tokens, stored_fingerprint, length = _FIELDS.unpack(fields)
-    if magic != MAGIC or version != VERSION or codec != CODEC_NONE:
-        raise BadBlock("foreign", f"block value has magic {magic!r}, version {version}, codec {codec}")
-    if stored_fingerprint != fingerprint or stored_tokens != num_tokens:
-        raise BadBlock("foreign", "block value of another model or block size")
+    check_header(view[:HEADER_NBYTES], format=format, value_nbytes=len(view))
     payload = view[HEADER_NBYTES:]
-    if len(payload) != length:
-        raise BadBlock("damaged", f"block payload has {len(payload)} bytes, header says {length}")
-    (checksum,) = _CHECKSUM.unpack(view[_FIELDS.size : HEADER_NBYTES])
-    if checksum != _checksum(block_hash, fields, payload):
-        raise BadBlock("damaged", "block checksum does not match")
+    check_payload(view[:HEADER_NBYTES], payload, block_hash=block_hash)
     return payload
 
 
+def check_header(header: Buffer, *, format: BlockFormat, value_nbytes: int) -> None:
+    """Raises BadBlock unless this is the header of a block of this format, `value_nbytes` long in all."""
+    if len(header) < HEADER_NBYTES:
+        raise BadBlock("damaged", f"block value of {value_nbytes} bytes is shorter than its header")
+    fields = bytes(header[: _FIELDS.size])
+    if fields != format.fields:
+        raise BadBlock("foreign", f"block header differs in {_first_difference(fields, format.fields)}")
+    if value_nbytes != HEADER_NBYTES + format.payload_nbytes:
+        wanted = HEADER_NBYTES + format.payload_nbytes
+        raise BadBlock("damaged", f"block value has {value_nbytes} bytes, must have {wanted}")
+
+
+def check_payload(header: Buffer, payload: Buffer, *, block_hash: BlockHash) -> None:
+    """Raises BadBlock unless the payload is the one that this header was made for, under this hash."""
+    (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
+    if checksum != _checksum(block_hash, bytes(header[: _FIELDS.size]), payload):
+        raise BadBlock("damaged", "block checksum does not match")
+
+
 def _checksum(block_hash: BlockHash, fields: bytes, payload: Buffer) -> int:
-    digest = xxhash.xxh3_64(block_hash)
-    digest.update(fields)
+    digest = xxhash.xxh3_64(block_hash + fields)
     digest.update(payload)
     return digest.intdigest()
+
+
+_NAMES = (
+    "magic", "version", "codec", "dtype", "num_layers", "num_kv_heads", "key_dim", "value_dim", "reserved",
+    "num_tokens", "fingerprint", "payload_nbytes", "reserved",
+)  # fmt: skip
+
+
+def _first_difference(fields: bytes, wanted: bytes) -> str:
+    """The first field that differs, with both values; the fingerprint by name alone."""
+    for name, value, allowed in zip(_NAMES, _FIELDS.unpack(fields), _FIELDS.unpack(wanted), strict=True):
+        if value != allowed:
+            return name if name == "fingerprint" else f"{name}: {value!r}, must be {allowed!r}"
+    return "nothing"

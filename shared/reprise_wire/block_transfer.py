@@ -1,11 +1,20 @@
-"""Worker <-> store: block bytes over ZMQ.
+"""Worker <-> store: block bytes, announced over ZMQ.
 
 The store binds a ROUTER, workers connect DEALERs. Frame 0 is a msgpack `TransferHeader`; the
-frames that follow are raw block values (`block_codec`), one per block, sent without copies.
+frames that follow are raw block values (`block_codec`), sent without copies.
 
-    worker -> store   SAVE   keys=[...], then one frame per key      -> SAVED  (accepted per key)
-    worker -> store   LOAD   keys=[...]                              -> LOADED one frame per key,
-                                                                       empty where there is none
+    worker -> store   HELLO                                          -> WELCOME (where to ask for shared
+                                                                       memory), or REFUSED (version)
+    worker -> store   SAVE   keys=[...], values                      -> SAVED  (accepted per key)
+    worker -> store   LOAD   keys=[...]                              -> LOADED values, nothing where there
+                                                                       is none
+    worker -> store   RELEASE released=[transfer ids of LOADED]
+
+Between machines the values are frames, one per key, empty where there is none. On one machine they stay
+in shared memory and the header says where (`places`): a SAVE names places in the worker's memory, which
+the worker leaves alone until the answer; a LOADED names places in the store's, which the store leaves
+alone until the RELEASE, for as long as its lease lasts at most. So a reader checks what it has copied
+(`block_codec`), never what it is about to copy. `shared_memory` is how the two come to share it.
 
 A key is what follows the keyspace: rank, group and block hash. A SAVE or LOAD names the generation
 it began with; the store answers REFUSED when that has changed.
@@ -19,14 +28,17 @@ import msgspec
 from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
 
-TRANSFER_VERSION = 1
+TRANSFER_VERSION = 2
 
 
 class TransferKind(StrEnum):
+    HELLO = "hello"
+    WELCOME = "welcome"
     SAVE = "save"
     SAVED = "saved"
     LOAD = "load"
     LOADED = "loaded"
+    RELEASE = "release"
     REFUSED = "refused"
 
 
@@ -45,6 +57,20 @@ class BlockKey(msgspec.Struct, frozen=True, array_like=True):
     block_hash: BlockHash
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a value is in shared memory. Length 0: there is none. Offset -1: it is the next frame."""
+
+    offset: int
+    nbytes: int
+
+
+class MemoryOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker on the same machine asks for shared memory, and what it says there to be known."""
+
+    address: str
+    token: bytes
+
+
 class TransferHeader(msgspec.Struct, frozen=True, array_like=True):
     version: int
     kind: str
@@ -56,7 +82,12 @@ class TransferHeader(msgspec.Struct, frozen=True, array_like=True):
     accepted: tuple[bool, ...] = ()
     """SAVED: per key, whether it was taken (False = dropped at a limit)."""
     reason: str = ""
-    """REFUSED: generation, version, malformed or unavailable."""
+    """REFUSED: generation, version, malformed, unavailable, or memory (a place in none that is shared)."""
+    places: tuple[Place, ...] = ()
+    """SAVE, LOADED: one per key where memory is shared, else none."""
+    released: tuple[int, ...] = ()
+    memory: MemoryOffer | None = None
+    """WELCOME: None where memory is not shared."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -75,17 +106,33 @@ def decode_transfer(frames: Sequence[bytes | memoryview]) -> TransferHeader:
         header = _decoder.decode(frames[0])
     except msgspec.DecodeError as error:
         raise DataLoss(f"transfer header: {error}") from error
-    num_values = len(frames) - 1
-    wants_values = header.kind in (TransferKind.SAVE, TransferKind.LOADED)
-    if wants_values and num_values != len(header.keys):
-        raise DataLoss(f"transfer {header.kind}: {len(header.keys)} keys but {num_values} values")
+    if header.kind in (TransferKind.SAVE, TransferKind.LOADED):
+        _check_values(header, len(frames) - 1)
     return header
+
+
+def _check_values(header: TransferHeader, num_frames: int) -> None:
+    num_keys, num_places = len(header.keys), len(header.places)
+    if num_places not in (0, num_keys):
+        raise DataLoss(f"transfer {header.kind}: {num_keys} keys but {num_places} places")
+    num_wanted = sum(place.offset < 0 for place in header.places) if num_places else num_keys
+    if num_frames != num_wanted:
+        raise DataLoss(f"transfer {header.kind}: {num_wanted} values to come but {num_frames} frames")
 
 
 def redis_key(keyspace: Keyspace, generation: int, key: BlockKey) -> str:
     """`namespace:generation:fingerprint:[adapter:]tp-size:rank:group:hash`."""
+    return redis_keys(keyspace, generation, (key,))[0]
+
+
+def redis_keys(keyspace: Keyspace, generation: int, keys: Sequence[BlockKey]) -> list[str]:
     adapter = f"{keyspace.adapter}:" if keyspace.adapter else ""
-    return (
-        f"{keyspace.namespace}:{generation}:{keyspace.fingerprint}:{adapter}"
-        f"{keyspace.tp_size}:{key.rank}:{key.group_id}:{key.block_hash.hex()}"
-    )
+    prefix = f"{keyspace.namespace}:{generation}:{keyspace.fingerprint}:{adapter}{keyspace.tp_size}:"
+    return [f"{prefix}{key.rank}:{key.group_id}:{key.block_hash.hex()}" for key in keys]
+
+
+def parse_redis_key(name: str) -> tuple[Keyspace, int, BlockKey]:
+    """The inverse of `redis_key` (whose parts hold no colon). Raises ValueError for another form."""
+    namespace, generation, fingerprint, *adapter, tp_size, rank, group_id, digest = name.split(":")
+    keyspace = Keyspace(namespace, fingerprint, ":".join(adapter), int(tp_size))
+    return keyspace, int(generation), BlockKey(int(rank), int(group_id), BlockHash(bytes.fromhex(digest)))

@@ -139,7 +139,7 @@ def decode_batch(payload: Frame, *, on_unknown: Callable[[str], None] | None = N
         return _decode_open(payload, on_unknown)
     except _UNDECODABLE as error:
         raise DataLoss(f"event batch: {error}") from error
-    if any(type(event) is BlockStored and event.extra_keys for event in batch.events):
+    if any(map(_has_keys, batch.events)):
         events = tuple(_with_tuple_keys(event) for event in batch.events)
         return KvEventBatch(batch.ts, events, batch.data_parallel_rank)
     return batch
@@ -183,13 +183,19 @@ def _known_event(name: str, value: dict[str, Any] | list[Any]) -> KvEvent:
 
 def _with_tuple_keys(event: KvEvent) -> KvEvent:
     """The event with (identifier, offset) pairs as tuples, as the core makes them."""
-    if type(event) is not BlockStored or not event.extra_keys:
+    if not _has_keys(event):
         return event
+    assert isinstance(event, BlockStored)
+    assert event.extra_keys is not None
     extra_keys = tuple(
         None if keys is None else tuple(tuple(key) if isinstance(key, list) else key for key in keys)
         for keys in event.extra_keys
     )
     return msgspec.structs.replace(event, extra_keys=extra_keys)
+
+
+def _has_keys(event: KvEvent) -> bool:
+    return type(event) is BlockStored and event.extra_keys is not None and any(event.extra_keys)
 
 
 def _stored_032(event: KvEvent) -> msgspec.Struct:
@@ -245,13 +251,16 @@ def replay_request_frames(start: int) -> list[bytes]:
     return [b"", start.to_bytes(_SEQ_NBYTES, "big")]
 
 
-def replay_reply_frames(identity: bytes, topic: str, sequence: int, payload: bytes) -> list[bytes]:
-    """One batch of a replay answer, as the ROUTER sends it."""
-    return [identity, b"", *pub_frames(topic, sequence, payload)]
+def replay_reply_frames(identity: bytes, topic: str | None, sequence: int, payload: bytes) -> list[bytes]:
+    """One batch of a replay answer, as the ROUTER sends it; None = without a topic, the older form."""
+    number = sequence.to_bytes(_SEQ_NBYTES, "big")
+    if topic is None:
+        return [identity, b"", number, payload]
+    return [identity, b"", topic.encode(), number, payload]
 
 
-def replay_end_frames(identity: bytes) -> list[bytes]:
-    return [identity, b"", b"", END_SEQ, b""]
+def replay_end_frames(identity: bytes, *, with_topic: bool = True) -> list[bytes]:
+    return [identity, b"", b"", END_SEQ, b""] if with_topic else [identity, b"", END_SEQ, b""]
 
 
 def parse_replay_reply(frames: Sequence[Frame]) -> PublishedBatch | None:

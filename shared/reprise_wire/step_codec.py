@@ -20,7 +20,7 @@ from reprise_core.errors import DataLoss
 from reprise_core.models import ModelInfo, WorkerCapacity
 from reprise_core.steps import StepPlan, StepResult, TransferReport
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SESSION_ID_NBYTES = 16
 
 Frame = bytes | memoryview
@@ -49,6 +49,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     """Random per worker process."""
+    greeting: int = 0
+    """How many sessions this process has lost; a HELLO that is only repeated has the same number."""
     rank: int
     world_size: int
     model: ModelInfo
@@ -72,7 +74,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stale(msgspec.Struct, frozen=True):
-    pass
+    """The header's session is over: the one that a message came with, not the scheduler's present one."""
 
 
 Body = Hello | Heartbeat | StepResult | TransferReport | Welcome | Refused | Stale | StepPlan

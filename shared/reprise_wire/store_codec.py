@@ -1,10 +1,13 @@
 """The store's gRPC messages <-> plain values."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 from reprise.v1 import store_service_pb2 as pb
-from reprise_core.errors import DataLoss
+from reprise_core.errors import DataLoss, InvalidInput
+from reprise_core.ids import BlockHash
 from reprise_wire.block_transfer import Keyspace
 
 
@@ -25,6 +28,23 @@ class StoreLookup:
 
 
 @dataclass(frozen=True, slots=True)
+class TierChange:
+    """A block that came into a tier, or left it: whole, with every rank's part."""
+
+    tier: StoreTier
+    group_id: int
+    block_hash: BlockHash
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TierUpdate:
+    changes: tuple[TierChange, ...]
+    start: bool = False
+    """Everything said before is void; what there is now follows, in this update and the next ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     host_bytes: int
     host_capacity_bytes: int
@@ -36,6 +56,9 @@ class StoreStats:
     """Blocks offered."""
     dropped_saves: int
     """Blocks that never reached Redis."""
+    disk_bytes: int = 0
+    disk_capacity_bytes: int = 0
+    disk_blocks: int = 0
 
 
 _TO_PROTO = {
@@ -44,6 +67,11 @@ _TO_PROTO = {
     StoreTier.EXTERNAL: pb.TIER_EXTERNAL,
 }
 _FROM_PROTO = {number: tier for tier, number in _TO_PROTO.items()}
+LOCAL_TIERS = frozenset({StoreTier.HOST, StoreTier.DISK})
+
+
+def tiers_to_proto(tiers: Iterable[StoreTier]) -> list[pb.Tier]:
+    return [_TO_PROTO[tier] for tier in tiers]
 
 
 def keyspace_to_proto(keyspace: Keyspace) -> pb.Keyspace:
@@ -60,9 +88,7 @@ def keyspace_from_proto(message: pb.Keyspace) -> Keyspace:
 
 
 def lookup_to_proto(lookup: StoreLookup) -> pb.LookupBlocksResponse:
-    return pb.LookupBlocksResponse(
-        tiers=[_TO_PROTO[tier] for tier in lookup.tiers], generation=lookup.generation
-    )
+    return pb.LookupBlocksResponse(tiers=tiers_to_proto(lookup.tiers), generation=lookup.generation)
 
 
 def lookup_from_proto(message: pb.LookupBlocksResponse) -> StoreLookup:
@@ -71,6 +97,42 @@ def lookup_from_proto(message: pb.LookupBlocksResponse) -> StoreLookup:
     except KeyError as error:
         raise DataLoss(f"look-up answer has unknown tier {error}") from error
     return StoreLookup(generation=message.generation, tiers=tiers)
+
+
+def local_tiers_from_proto(tiers: Iterable[int]) -> frozenset[StoreTier]:
+    """Tiers to evict from; none named = both. Raises InvalidInput for one that is not of this machine."""
+    named = list(tiers)
+    found = frozenset(tier for tier in LOCAL_TIERS if _TO_PROTO[tier] in named)
+    if len(found) < len(set(named)):
+        raise InvalidInput("tiers", f"{named}, must be TIER_HOST and TIER_DISK; Redis evicts by itself")
+    return found or LOCAL_TIERS
+
+
+def tier_update_to_proto(update: TierUpdate) -> pb.WatchTiersResponse:
+    """Runs of changes of one kind share a message."""
+    message = pb.WatchTiersResponse(start=update.start)
+    for (tier, group_id, present), run in groupby(
+        update.changes, key=lambda change: (change.tier, change.group_id, change.present)
+    ):
+        message.changes.add(
+            tier=_TO_PROTO[tier],
+            group_id=group_id,
+            present=present,
+            block_hashes=[change.block_hash for change in run],
+        )
+    return message
+
+
+def tier_update_from_proto(message: pb.WatchTiersResponse) -> TierUpdate:
+    try:
+        changes = tuple(
+            TierChange(_FROM_PROTO[run.tier], run.group_id, BlockHash(digest), run.present)
+            for run in message.changes
+            for digest in run.block_hashes
+        )
+    except KeyError as error:
+        raise DataLoss(f"tier changes name unknown tier {error}") from error
+    return TierUpdate(changes, start=message.start)
 
 
 def stats_to_proto(stats: StoreStats) -> pb.GetStatsResponse:
@@ -82,6 +144,9 @@ def stats_to_proto(stats: StoreStats) -> pb.GetStatsResponse:
         loads=stats.loads,
         saves=stats.saves,
         dropped_saves=stats.dropped_saves,
+        disk_bytes=stats.disk_bytes,
+        disk_capacity_bytes=stats.disk_capacity_bytes,
+        disk_blocks=stats.disk_blocks,
     )
 
 
@@ -94,4 +159,7 @@ def stats_from_proto(message: pb.GetStatsResponse) -> StoreStats:
         loads=message.loads,
         saves=message.saves,
         dropped_saves=message.dropped_saves,
+        disk_bytes=message.disk_bytes,
+        disk_capacity_bytes=message.disk_capacity_bytes,
+        disk_blocks=message.disk_blocks,
     )

@@ -44,6 +44,11 @@ def test_every_service_is_healthy_and_the_model_service_has_ended(system: Compos
     assert {state["Health"]["Status"] for state in states.values()} == {"healthy"}, states
 
 
+def test_store_and_worker_share_memory(system: ComposeSystem) -> None:
+    assert system.metric("worker", "reprise_worker_store_memory_shared") == 1
+    assert system.metric("store", "reprise_store_memory_peers") == 1
+
+
 def test_containers_run_without_root_or_capabilities_on_a_read_only_image(system: ComposeSystem) -> None:
     for name, item in system.containers().items():
         assert item["Config"]["User"] in ("10001:10001", "redis"), name

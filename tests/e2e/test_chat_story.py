@@ -1,7 +1,9 @@
 """A user's story: two turns of a chat, whose second reuses the first, with the right text always."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
@@ -16,6 +18,8 @@ SYSTEM_PROMPT = (
 )
 FIRST = {"role": "user", "content": "Why do rivers bend?"}
 MAX_TOKENS = 24
+LOGPROB_TOLERANCE = 5e-3
+"""Nats, in float32: sums over the context are rounded differently where it is computed in blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +298,49 @@ def test_every_service_serves_its_health(system: System) -> None:
         for path in ("/metrics", "/healthz", "/readyz"):
             with urllib.request.urlopen(url.replace("/metrics", path), timeout=5) as answer:
                 assert answer.status == 200, (name, path)
+
+
+@pytest.mark.usefixtures("empty")
+def test_log_probabilities_are_the_models_own_and_do_not_come_from_the_cache(
+    system: System, client: OpenAI
+) -> None:
+    model = client.models.list().data[0].id
+    messages = messages_of({"role": "user", "content": "What is a delta?"})
+    prompt, output, _ = ask(system, messages, max_tokens=4)
+    answer = client.chat.completions.create(
+        model=model,
+        messages=messages,
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"prompt_logprobs": 1},
+    )
+    scores = reference().log_probabilities([*prompt, *output])
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content
+    shown = [(entry.logprob, entry.top_logprobs[0].logprob) for entry in content]
+    right = [scores[len(prompt) - 1 + i, token].item() for i, token in enumerate(output)]
+    assert shown == [pytest.approx((value, value), abs=LOGPROB_TOLERANCE) for value in right]
+    # The prompt is cached by now, but its positions were all computed again.
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    values = [
+        one[str(token)]["logprob"] for token, one in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+    ]
+    right = [scores[i, token].item() for i, token in enumerate(prompt[1:])]
+    assert values == pytest.approx(right, abs=LOGPROB_TOLERANCE)
+    assert cached(ask(system, messages)[2]) == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_recorded_answer_with_log_probabilities(system: System) -> None:
+    """The reference computed in bfloat16: its values are a tenth of a nat away at most."""
+    path = Path(__file__).parents[1] / "conformance" / "vectors" / "http.jsonl"
+    recorded = next(
+        row for line in path.read_text().splitlines() if (row := json.loads(line))["id"] == "http-038"
+    )
+    status, answer = system.post(recorded["path"], {**recorded["request"], "model": ""})
+    assert status == 200, answer
+    (shown,), (right,) = ([one["logprobs"] for one in body["choices"]] for body in (answer, recorded["body"]))
+    assert (shown["tokens"], shown["text_offset"]) == (right["tokens"], right["text_offset"])
+    assert shown["token_logprobs"] == pytest.approx(right["token_logprobs"], abs=0.1)
+    assert shown["top_logprobs"] == [pytest.approx(top, abs=0.1) for top in right["top_logprobs"]]

@@ -1,5 +1,6 @@
 """A caller's time limit and an engine's back-pressure, as HTTP clients see them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -90,3 +91,35 @@ async def test_no_engine_within_the_time_is_a_504_too(system: GatewaySystem) -> 
     await until(lambda: system.metric("engine_up", engine_address=address) == 0)
     response = await system.http.post("/v1/completions", json=BODY, headers={"X-Request-Timeout-S": "0.3"})
     assert response.status_code == 504
+
+
+async def test_a_tokenizer_that_is_away_is_waited_for_no_longer_than_the_time(system: GatewaySystem) -> None:
+    await system.tokenizer.stop()
+    response = await system.http.post("/v1/completions", json=BODY, headers={"X-Request-Timeout-S": "0.3"})
+    assert response.status_code == 504
+    assert response.json()["error"]["message"] == "not finished within 0.3 s"
+    assert not system.engines[0].submits
+    assert system.metric("deadlines_exceeded_total") == 1
+    await system.tokenizer.start()
+
+
+async def test_a_begun_answer_waits_for_a_lost_engine_no_longer_than_the_time(system: GatewaySystem) -> None:
+    """Far below `failover_wait_s`; it ends once, and nothing of it waits any more."""
+    engine = system.engines[0]
+    engine.token_interval_s = 0.05
+    answer = asyncio.ensure_future(
+        system.http.post(
+            "/v1/completions", json={**BODY, "stream": True}, headers={"X-Request-Timeout-S": "2"}
+        )
+    )
+    await until(lambda: bool(engine.submits) and system.metric("inflight_sequences") == 1)
+    await asyncio.sleep(0.3)
+    await engine.stop()
+    events = [line for line in (await answer).text.split("\n\n") if line]
+    assert len(events) > 3
+    assert sum('"code":504' in event for event in events) == 1
+    assert '"code":504' in events[-2]
+    assert events[-1] == "data: [DONE]"
+    assert system.metric("waiting_sequences") == 0
+    assert system.metric("inflight_sequences") == 0
+    assert system.metric("deadlines_exceeded_total") == 1

@@ -225,8 +225,8 @@ async def test_the_openai_client(story: Story) -> None:
     assert text == ENGLISH
     assert usage is not None
     with pytest.raises(BadRequestError) as caught:
-        await client.chat.completions.create(model="smollm2", messages=messages, logprobs=True)
-    assert caught.value.param == "logprobs"
+        await client.chat.completions.create(model="smollm2", messages=messages, logit_bias={"5": 1})
+    assert caught.value.param == "logit_bias"
     assert [model.id async for model in client.models.list()] == ["smollm2"]
     await client.close()
 

@@ -8,58 +8,50 @@ from pathlib import Path
 import pytest
 import zmq
 
-from reprise_cli.events import Follower
-from reprise_core.kv_events import AllBlocksCleared, KvEventBatch
-from reprise_wire.event_codec import PublishedBatch
+from reprise_core.kv_events import AllBlocksCleared
+from reprise_wire.event_source_values import Delivery, DeliveryKind, SourceOptions
+from reprise_wire.event_subscriber import EventSubscriber
+from reprise_wire.source_sockets import SourceAddress
 from support.publisher_harness import Scheduler
+from support.publisher_process import PublisherPorts
 from support.service_process import ServiceProcess
 from support.valkey_server import free_port
 
 
 class Recorder:
-    """What a subscriber was shown, and the signal that some of it has come."""
+    """What a subscriber was given, and the signal that some of it has come. Runs in a thread of its own."""
 
-    def __init__(self) -> None:
-        self.shown: list[tuple[int, KvEventBatch]] = []
+    def __init__(self, address: SourceAddress) -> None:
+        self.shown: list[Delivery] = []
         self.notices: list[str] = []
         self.arrived = threading.Condition()
+        self._subscriber = EventSubscriber(
+            on_delivery=self._take, on_notice=lambda notice: self.notices.append(notice.kind)
+        )
+        self._subscriber.add(address, SourceOptions(snapshots=False, answer_s=2))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def batch(self, message: PublishedBatch, batch: KvEventBatch, *, replayed: bool) -> None:
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._subscriber.turn(0.2)
+        self._subscriber.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(5)
+
+    def _take(self, delivery: Delivery) -> None:
+        if delivery.kind is DeliveryKind.CLEARED:
+            return
         with self.arrived:
-            self.shown.append((message.sequence, batch))
+            self.shown.append(delivery)
             self.arrived.notify_all()
-
-    def notice(self, kind: str, text: str, **facts: int | str) -> None:
-        self.notices.append(kind)
 
     def wait_for(self, num_batches: int) -> None:
         with self.arrived:
             assert self.arrived.wait_for(lambda: len(self.shown) >= num_batches, 10), self.shown
-
-
-class Ports:
-    def __init__(self) -> None:
-        self.intake, self.events, self.replay, self.metrics, self.grpc = (free_port() for _ in range(5))
-
-    def start(self, folder: Path) -> ServiceProcess:
-        config = {
-            "enable_kv_cache_events": True,
-            "endpoint": f"tcp://127.0.0.1:{self.events}",
-            "replay_endpoint": f"tcp://127.0.0.1:{self.replay}",
-            "topic": "kv@e@m",
-        }
-        process = ServiceProcess(
-            "publisher",
-            folder,
-            metrics_port=self.metrics,
-            listen_address=f"127.0.0.1:{self.grpc}",
-            intake_endpoint=f"tcp://127.0.0.1:{self.intake}",
-            events_config=json.dumps(config),
-            bind="bind",
-            heartbeat_s=0.2,
-        )
-        process.wait_until_ready()
-        return process
 
 
 @pytest.fixture
@@ -70,38 +62,27 @@ def context() -> Iterator[zmq.Context]:
 
 
 def test_a_killed_publisher_comes_back_as_cleared(tmp_path: Path, context: zmq.Context) -> None:
-    ports = Ports()
-    scheduler = Scheduler(context, f"tcp://127.0.0.1:{ports.intake}")
-    process = ports.start(tmp_path)
-    recorder = Recorder()
-    follower = Follower(
-        f"tcp://127.0.0.1:{ports.events}",
-        replay=f"tcp://127.0.0.1:{ports.replay}",
-        start=0,
-        topic="kv@",
-        printer=recorder,
-    )
-    following = threading.Thread(target=follower.run, args=(0,), daemon=True)
+    ports = PublisherPorts(tmp_path)
+    scheduler = Scheduler(context, ports.intake_endpoint)
+    process = ports.start()
+    recorder = Recorder(SourceAddress("p", ports.events_endpoint, ports.replay_endpoint, "kv@"))
     try:
-        following.start()
         for _ in range(20):
             scheduler.offer()
         recorder.wait_for(24)
         process.kill()
         num_before = len(recorder.shown)
         scheduler.offer()
-        process = ports.start(tmp_path)
+        process = ports.start()
         recorder.wait_for(num_before + 3)
         assert "restart" in recorder.notices
         after = recorder.shown[num_before:]
-        assert after[0][0] == 0
-        assert after[0][1].events == (AllBlocksCleared(),)
+        assert after[0].sequence == 0
+        assert after[0].batch.events == (AllBlocksCleared(),)
         assert process.terminate() == 0
     finally:
         process.kill()
-        follower.stop()
-        following.join(5)
-        follower.close()
+        recorder.stop()
 
 
 def test_a_taken_port_ends_the_start_with_a_sentence(tmp_path: Path, context: zmq.Context) -> None:

@@ -11,11 +11,19 @@ import msgspec
 import pytest
 import zmq
 
-from reprise_wire.event_intake import IntakeHeader, encode_intake
+from reprise_core.kv_events import KvEventBatch
+from reprise_wire.event_codec import decode_batch, encode_batch
+from reprise_wire.event_intake import INTAKE_VERSION, SourceHeader, SourceKind, batch_frames
+from support.event_source import stored
 from support.publisher_harness import TOPIC, RunningPublisher, payload, running_publisher
 from support.waiting import until
 
 END = b"\xff" * 8
+CLEARED = [{"type": "AllBlocksCleared"}]
+
+
+def events_of(batch: bytes) -> object:
+    return msgspec.msgpack.decode(batch)[1]
 
 
 def receive(socket: zmq.Socket) -> tuple[bytes, int, object]:
@@ -220,15 +228,18 @@ async def test_a_stopped_subscriber_and_a_queue_of_one_stall_nobody() -> None:
 
 
 async def test_a_gap_on_the_way_in_is_a_gap_on_the_way_out() -> None:
-    async with running_publisher() as publisher:
+    """Of a source that does not tell its state: cleared, and on with what comes."""
+    async with running_publisher(state_timeout_s=0.1) as publisher:
         publisher.scheduler.offer()
         publisher.scheduler.sequence += 3
         publisher.scheduler.offer()
-        await publisher.published(6)
+        await publisher.published(7)
         got = await asyncio.to_thread(replay, publisher.dealer(), 0)
-        assert [number for number, _ in got] == [0, 1, 5]
+        assert [number for number, _ in got] == [0, 1, 5, 6]
+        assert [events_of(batch) for _, batch in got[2:]] == [CLEARED, events_of(payload(4))]
         assert (await publisher.status()).dropped_batches == 3
         assert publisher.metric("batches_dropped_total", cause="upstream") == 3
+        await until(lambda: publisher.metric("complete") == 0)
 
 
 async def test_a_new_scheduler_is_announced_as_cleared() -> None:
@@ -241,7 +252,7 @@ async def test_a_new_scheduler_is_announced_as_cleared() -> None:
         await publisher.published(5)
         got = await asyncio.to_thread(replay, publisher.dealer(), 3)
         assert [number for number, _ in got] == [3, 4]
-        assert msgspec.msgpack.decode(got[0][1])[1] == [{"type": "AllBlocksCleared"}]
+        assert events_of(got[0][1]) == CLEARED
         assert got[1][1] == payload(0)
 
 
@@ -254,20 +265,21 @@ async def test_a_repeat_is_left_out() -> None:
         assert publisher.metric("duplicates_total") == 2
 
 
-async def test_a_restarted_publisher_begins_at_0_with_cleared_and_shows_what_it_missed() -> None:
-    async with running_publisher() as publisher:
+async def test_a_publisher_begins_at_0_with_cleared_and_shows_what_it_missed_and_nobody_told() -> None:
+    async with running_publisher(state_timeout_s=0.1) as publisher:
         # The scheduler had sent 7 batches to the one before.
         publisher.scheduler.sequence = 7
         publisher.scheduler.offer()
-        await publisher.published(9)
+        await publisher.published(10)
         got = await asyncio.to_thread(replay, publisher.dealer(), 0)
-        assert [number for number, _ in got] == [0, 8]
-        assert msgspec.msgpack.decode(got[0][1])[1] == [{"type": "AllBlocksCleared"}]
+        assert [number for number, _ in got] == [0, 8, 9]
+        assert [events_of(batch) for _, batch in got[:2]] == [CLEARED, CLEARED]
 
 
 async def test_malformed_intake_is_counted_and_ends_nothing() -> None:
     async with running_publisher() as publisher:
-        good = encode_intake(IntakeHeader(1, b"e" * 16, 0))
+        (good, _) = batch_frames(b"e" * 16, 0, b"")
+        other = msgspec.msgpack.encode([INTAKE_VERSION + 97, "batch", b"e" * 16, 0])
         for frames in (
             [b""],
             [b"", b""],
@@ -276,21 +288,66 @@ async def test_malformed_intake_is_counted_and_ends_nothing() -> None:
             [good, b"not a batch"],
             [good, payload(0), b"more"],
             [b"\xc1", payload(0)],
-            [encode_intake(IntakeHeader(99, b"e" * 16, 0)), payload(0)],
-            [encode_intake(IntakeHeader(1, b"e" * 16, 2**60)), payload(0)],
+            [other, payload(0)],
+            batch_frames(b"e" * 16, 2**60, payload(0)),
+            batch_frames(b"e" * 65, 0, payload(0)),
+            batch_frames(b"e" * 16, -1, payload(0)),
+            [msgspec.msgpack.encode(SourceHeader(INTAKE_VERSION, SourceKind.STATE, b"e", 0)), payload(0)],
+            [msgspec.msgpack.encode([INTAKE_VERSION, "nonsense", b"e", 0]), payload(0)],
         ):
             publisher.scheduler.socket.send_multipart(frames)
         publisher.scheduler.offer()
         await publisher.published(2)
-        assert publisher.metric("malformed_total", socket="intake") == 9
+        assert publisher.metric("malformed_total", socket="intake") == 12
+        assert publisher.metric("version_refused_total") == 1
 
 
-async def test_an_idle_stream_beats() -> None:
-    async with running_publisher(heartbeat_s=0.1) as publisher:
-        await until(lambda: publisher.metric("batches_total", kind="heartbeat") >= 3)
+async def test_an_idle_stream_beats_and_silence_pushes_nothing_out() -> None:
+    async with running_publisher(events={"buffer_steps": 4}, heartbeat_s=0.02) as publisher:
+        publisher.scheduler.offer()
+        await until(lambda: publisher.metric("batches_total", kind="heartbeat") >= 12)
+        publisher.scheduler.offer()
+        await until(lambda: publisher.metric("batches_total", kind="events") == 2)
+        dealer = publisher.dealer()
+        got = await asyncio.to_thread(replay, dealer, 0)
+        numbers = [number for number, _ in got]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert len(numbers) > 12
+        with_events = [batch for _, batch in got if events_of(batch)]
+        assert payload(0) in with_events
+        assert payload(1) in with_events
+        assert all(msgspec.msgpack.decode(batch)[2] == 0 for _, batch in got)
+        # From the middle of a silence as well.
+        again = await asyncio.to_thread(replay, dealer, numbers[5])
+        assert [number for number, _ in again][: len(numbers) - 5] == numbers[5:]
+
+
+async def test_replays_in_the_older_form_have_no_topic() -> None:
+    async with running_publisher(replay_topic=False) as publisher:
+        publisher.scheduler.offer()
+        await publisher.published(2)
+        dealer = publisher.dealer()
+        dealer.send_multipart([b"", b""])
+        messages = [await asyncio.to_thread(dealer.recv_multipart) for _ in range(3)]
+        assert [frames[:2] for frames in messages] == [
+            [b"", (0).to_bytes(8, "big")],
+            [b"", (1).to_bytes(8, "big")],
+            [b"", END],
+        ]
+        assert messages[1][2:] == [payload(0)]
+        assert messages[2][2:] == [b""]
+
+
+async def test_array_events_and_a_missing_rank_are_written_here() -> None:
+    async with running_publisher(event_form="array", data_parallel_rank=3) as publisher:
+        publisher.scheduler.offer(encode_batch(KvEventBatch(1.5, (stored(1, 2),))))
+        await publisher.published(2)
         got = await asyncio.to_thread(replay, publisher.dealer(), 0)
-        assert all(msgspec.msgpack.decode(batch)[1:] == [[], 0] for _, batch in got[1:])
-        assert [number for number, _ in got] == list(range(len(got)))
+        assert events_of(got[0][1]) == [["AllBlocksCleared"]]
+        ts, events, rank = msgspec.msgpack.decode(got[1][1])
+        assert (ts, rank) == (1.5, 3)
+        assert events[0][:5] == ["BlockStored", [1, 2], None, [10, 11, 12, 13, 20, 21, 22, 23], 4]
+        assert decode_batch(got[1][1]).events == (stored(1, 2),)
 
 
 async def test_ranks_have_their_own_ports() -> None:

@@ -203,30 +203,6 @@ async def test_a_full_waiting_queue_refuses_and_counts() -> None:
         worker.stop()
 
 
-async def test_a_gateway_that_stops_reading_delays_nobody() -> None:
-    async with running_scheduler() as harness:
-        worker = ZmqWorker(harness.settings.workers_endpoint, num_blocks=200, max_model_len=400).start()
-        await harness.wait_for_worker()
-        deaf = harness.stub.Stream()
-        await deaf.write(pb.StreamRequest(attach=pb.Attach(gateway_id="deaf")))
-        sampling = pb.SamplingParams(top_p=1.0, max_tokens=300, ignore_eos=True)
-        for i in range(4):
-            submit = pb.Submit(
-                request_id=f"d{i}",
-                token_ids=prompt_of(i),
-                sampling=sampling,
-                block_hashes=harness.hashes(prompt_of(i)),
-            )
-            await deaf.write(pb.StreamRequest(submit=submit))
-        gateway = await GatewaySide(harness, "quick").attach()
-        gateway.submit("a", prompt_of(9), max_tokens=300)
-        await gateway.ended("a")
-        assert gateway.requests["a"].token_ids == expected_output(prompt_of(9), 300)
-        deaf.cancel()
-        await gateway.cut()
-        worker.stop()
-
-
 async def test_garbage_and_foreign_versions_are_refused_and_the_process_lives() -> None:
     async with running_scheduler() as harness:
         dealer = zmq.Context.instance().socket(zmq.DEALER)

@@ -9,13 +9,20 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 
+import grpc
+import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 
+from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
+from reprise.v1.engine_pb2_grpc import EngineStub
+from reprise_core.errors import Unavailable
 from reprise_core.steps import StepResult, pack_ids
 from reprise_scheduler.probe import Mark
-from reprise_wire.step_codec import Kind, encode
+from reprise_wire.clients.tokenizer import TokenizerClient
+from reprise_wire.step_codec import Body, Header, Heartbeat, Kind, decode_header, encode
 from support.scheduler_harness import GatewaySide, SchedulerHarness, running_scheduler
 from support.sim_worker import expected_output
 from support.valkey_server import free_port
@@ -194,14 +201,16 @@ async def test_a_worker_that_comes_back_with_another_capacity_under_traffic(num_
         ZmqWorker(harness.settings.workers_endpoint).start()  # and once more, for what is left
 
 
-async def test_neither_a_deaf_gateway_nor_a_full_event_queue_delays_a_step() -> None:
+async def test_neither_a_deaf_gateway_nor_a_full_event_queue_delays_a_step(tmp_path: Path) -> None:
     """Counted, not timed: with nobody reading, every step is still planned at once on its result, and
     its plan is on its way before anything is published or told."""
-    silent = zmq.Context.instance().socket(zmq.PULL)
+    silent = zmq.Context.instance().socket(zmq.ROUTER)
     silent.setsockopt(zmq.RCVHWM, 1)
-    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    # The kernel keeps less of what nobody reads than for TCP.
+    endpoint = f"ipc://{tmp_path / 'intake'}"
+    silent.bind(endpoint)
     settings = {
-        "publisher_endpoint": f"tcp://127.0.0.1:{port}",
+        "publisher_endpoint": endpoint,
         "event_queue_batches": 1,
         "async_scheduling": False,
     }
@@ -234,6 +243,45 @@ async def test_neither_a_deaf_gateway_nor_a_full_event_queue_delays_a_step() -> 
     silent.close(0)
 
 
+async def test_a_gateway_that_stops_reading_delays_no_token_of_another_and_misses_none() -> None:
+    """Its stream's window is full, so its tokens are merged; the other's come step by step, which is
+    counted in steps of the worker, not timed."""
+    names = [f"d{i}" for i in range(16)]
+    async with running_scheduler(async_scheduling=False, max_num_seqs=64) as harness:
+        worker = ZmqWorker(
+            harness.settings.workers_endpoint, num_blocks=20_000, max_model_len=2000, block_size=4
+        ).start()
+        await harness.wait_for_worker()
+        narrow = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
+        window = grpc.aio.insecure_channel(harness.settings.listen_address, options=narrow)
+        deaf = await GatewaySide(harness, "deaf", EngineStub(window)).attach()
+        deaf.stop_reading()
+        for i, name in enumerate(names):
+            deaf.submit(name, prompt_of(i), max_tokens=300)
+        merged = "reprise_scheduler_merged_deltas_total"
+        async with asyncio.timeout(60):
+            while await harness.metric(merged) < 100:
+                await asyncio.sleep(0.02)
+        quick = await GatewaySide(harness, "quick").attach()
+        merged_before = await harness.metric(merged)
+        lags: list[int] = []
+        quick.on_delta = lambda: lags.append(worker.steps - len(quick.requests["q"].token_ids))
+        quick.submit("q", prompt_of(50), max_tokens=120)
+        await quick.ended("q", timeout_s=60)
+        assert quick.requests["q"].token_ids == expected_output(prompt_of(50), 120)
+        assert await harness.metric(merged) >= merged_before + 16 * 100
+        assert max(lags) - min(lags) < 30
+        deaf.read_again()
+        await deaf.ended(*names, timeout_s=60)
+        for i, name in enumerate(names):
+            assert deaf.requests[name].token_ids == expected_output(prompt_of(i), 300), name
+        assert worker.failure is None
+        await deaf.cut()
+        await quick.cut()
+        await window.close()
+        worker.stop()
+
+
 async def test_a_deadline_ends_a_request_wherever_it_is_and_frees_its_blocks() -> None:
     async with running_scheduler(max_num_seqs=1) as harness:
         worker = ZmqWorker(harness.settings.workers_endpoint, step_delay_s=0.02).start()
@@ -254,6 +302,46 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_frees_its_blocks() -
         assert gateway.requests["in time"].token_ids == expected_output(prompt_of(3), 4)
         assert "timeout_s" in gateway.requests["odd"].finished.error.message
         assert await harness.metric("reprise_scheduler_deadlines_exceeded_total") == 2
+        assert await harness.metric("vllm:kv_cache_usage_perc") == 0
+        await gateway.cut()
+        worker.stop()
+
+
+async def test_a_deadline_that_passes_while_others_are_asked_ends_the_request_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokenizer for its hashes, or the store for its blocks; what they answer later changes nothing."""
+    settings = {"store_address": f"127.0.0.1:{free_port()}", "max_external_wait_s": 30.0}
+    async with running_scheduler(**settings) as harness:
+        worker = ZmqWorker(harness.settings.workers_endpoint).start()
+        await harness.wait_for_worker()
+        answered = asyncio.Event()
+
+        async def answer_late(*_: object) -> object:
+            await answered.wait()
+            raise Unavailable("too late")
+
+        harness.app._external.lookup = answer_late
+        monkeypatch.setattr(TokenizerClient, "hash_tokens", answer_late)
+        gateway = await GatewaySide(harness).attach()
+        endings: list[str] = []
+        take = gateway._take
+        gateway._take = lambda delta: (
+            endings.extend([delta.request_id] * delta.HasField("finished")),
+            take(delta),
+        )
+        unknown = common_pb2.ProfileHashes(profile_id="another", digests=b"")
+        gateway.submit("hashing", prompt_of(1), timeout_s=0.3, block_hashes=unknown)
+        gateway.submit("asking", prompt_of(2), timeout_s=0.3)
+        await gateway.ended("hashing", "asking")
+        for name in ("hashing", "asking"):
+            assert gateway.requests[name].finished.error.kind == "deadline"
+        answered.set()
+        gateway.submit("next", prompt_of(3))
+        await gateway.ended("next")
+        assert gateway.requests["next"].token_ids == expected_output(prompt_of(3), 8)
+        assert sorted(endings) == ["asking", "hashing", "next"]
+        assert await harness.metric("vllm:num_requests_waiting") == 0
         assert await harness.metric("vllm:kv_cache_usage_perc") == 0
         await gateway.cut()
         worker.stop()
@@ -280,3 +368,55 @@ async def test_refusals_name_their_limit_and_when_to_come_again() -> None:
         assert await harness.metric("vllm:admission_rejections_total", reason=reason) == len(errors)
         await gateway.cut()
         worker.stop()
+
+
+async def test_a_hello_that_is_repeated_before_its_answer_ends_no_session() -> None:
+    """A machine may be slower to answer than the worker is to ask again."""
+    async with running_scheduler() as harness:
+        hello = ZmqWorker(harness.settings.workers_endpoint)._hello()
+        worker = RawWorker(harness.settings.workers_endpoint)
+        worker.send(Kind.HELLO, hello)
+        first = (await worker.receive(Kind.WELCOME)).session
+        await harness.wait_for_worker()
+        gateway = await GatewaySide(harness).attach()
+        gateway.submit("a", prompt_of(1), max_tokens=8)
+        assert (await worker.receive(Kind.PLAN)).session == first
+        worker.send(Kind.HELLO, hello)
+        assert (await worker.receive(Kind.WELCOME)).session == first
+        # Whoever lost its session says so by another number, and is told nothing of the old one.
+        worker.send(Kind.HELLO, msgspec.structs.replace(hello, greeting=1))
+        second = (await worker.receive(Kind.WELCOME)).session
+        assert second != first
+        worker.send(Kind.HEARTBEAT, Heartbeat(last_step_id=0, busy=False), session=first)
+        assert (await worker.receive(Kind.STALE)).session == first
+        # Plans that went to another connection are lost, and their session with it.
+        await until(lambda: harness.app._link._plans_sent > 0)
+        again = RawWorker(harness.settings.workers_endpoint)
+        again.send(Kind.HELLO, msgspec.structs.replace(hello, greeting=1))
+        assert (await again.receive(Kind.WELCOME)).session not in (first, second)
+        assert await harness.metric("reprise_scheduler_worker_sessions_total") == 3
+        await gateway.cut()
+        worker.close()
+        again.close()
+
+
+class RawWorker:
+    """A connection as a worker has it, message by message."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+
+    def send(self, kind: Kind, body: Body, *, session: bytes = b"") -> None:
+        self._socket.send_multipart(encode(kind, body, session=session))
+
+    async def receive(self, kind: Kind) -> Header:
+        """The next message of that kind."""
+        async with asyncio.timeout(10):
+            while (header := decode_header(await self._socket.recv_multipart())).kind != kind:
+                pass
+        return header
+
+    def close(self) -> None:
+        self._socket.close(0)

@@ -161,7 +161,7 @@ async def test_a_full_redis_takes_no_saves_and_still_serves(tmp_path: Path) -> N
             assert (await store.client.lookup(KEYSPACE, [0], [block_hash(0)])).tiers == (EXTERNAL,)
             assert (await store.client.lookup(KEYSPACE, [0], [block_hash(59)])).tiers == (HOST,)
             # Room again: writing goes on by itself.
-            await store.app._redis._client.execute_command("CONFIG", "SET", "maxmemory", "100mb")
+            server.command("CONFIG", "SET", "maxmemory", "100mb")
             await asyncio.sleep(0.3)
             await store.peer.save(generation, keys_of([block_hash(100)]), [b"x" * 100_000])
             await until(lambda: store.metric("breaker_state", breaker="writes") == 0)

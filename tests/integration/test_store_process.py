@@ -32,6 +32,11 @@ def test_it_is_ready_without_redis_and_never_shows_the_password(tmp_path: Path) 
     ("settings", "sentence", "code"),
     [
         ({"redis_url": "http://x"}, "REPRISE_STORE_REDIS_URL", 2),
+        (
+            {"redis_url": "rediss://h", "redis_tls_ca_file": "/no/such"},
+            "REPRISE_STORE_REDIS_TLS_CA_FILE: Value error, /no/such: No such file",
+            2,
+        ),
         ({"capcity_bytes": "1"}, "REPRISE_STORE_CAPCITY_BYTES: unknown setting", 2),
         ({"blocks_endpoint": "tcp://no-such-device:1234"}, "store: cannot bind tcp://no-such-device:1234", 1),
     ],

@@ -1,18 +1,20 @@
 """The store as scheduler and worker see it: gRPC, ZMQ, and a real Valkey behind."""
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 
 import msgspec
 import pytest
+import redis.asyncio as aioredis
 
 from reprise_core.errors import ErrorKind
 from reprise_core.ids import BlockHash
-from reprise_wire.block_codec import BadBlock, decode_block, encode_header
-from reprise_wire.block_transfer import Keyspace, TransferKind, encode_transfer, redis_key
+from reprise_wire.block_codec import BadBlock, BlockFormat, decode_block, encode_header
+from reprise_wire.block_transfer import TRANSFER_VERSION, Keyspace, TransferKind, encode_transfer, redis_key
 from reprise_wire.error_codec import PeerError
 from reprise_wire.store_codec import StoreTier
-from support.store_harness import KEYSPACE, block_hash, block_hashes, keys_of, running_store
+from support.store_harness import KEYSPACE, Way, block_hash, block_hashes, keys_of, running_store
 from support.valkey_server import ValkeyProcess
 from support.waiting import until
 
@@ -26,10 +28,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
     server.kill()
 
 
+@pytest.fixture(autouse=True, params=["messages", "memory"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every story here is told twice: values in messages, and in shared memory."""
+    monkeypatch.setattr(Way, "shares_memory", request.param == "memory")
+    return str(request.param)
+
+
 @pytest.fixture
 def keyspace(request: pytest.FixtureRequest) -> Keyspace:
     """One of its own per test; they share the server."""
-    return Keyspace(request.node.name.replace("[", ".").replace("]", "")[:64], "ab" * 16)
+    return Keyspace(hashlib.blake2b(request.node.name.encode(), digest_size=8).hexdigest(), "ab" * 16)
 
 
 async def test_memory_alone_saves_finds_and_loads() -> None:
@@ -183,21 +192,18 @@ async def test_values_pass_opaque_and_bad_ones_are_refused_by_their_reader(
     server: ValkeyProcess, keyspace: Keyspace
 ) -> None:
     """Truncated, flipped or foreign in Redis: the store hands out what is there, `decode_block` refuses."""
-    fingerprint = bytes.fromhex(keyspace.fingerprint)
     hashes, payload = block_hashes(3), b"payload" * 1000
-    values = [
-        encode_header(payload, block_hash=digest, num_tokens=16, fingerprint=fingerprint) + payload
-        for digest in hashes
-    ]
+    wanted = BlockFormat(bytes.fromhex(keyspace.fingerprint), "float32", 1, 1, 8, 8, 16, len(payload))
+    values = [encode_header(payload, block_hash=digest, format=wanted) + payload for digest in hashes]
 
     def decode(value: bytes, digest: BlockHash) -> bytes:
-        return bytes(decode_block(value, block_hash=digest, num_tokens=16, fingerprint=fingerprint))
+        return bytes(decode_block(value, block_hash=digest, format=wanted))
 
     async with running_store(redis_url=server.url) as writer:
         generation = (await writer.client.lookup(keyspace, [0], hashes)).generation
         await writer.peer.save(generation, keys_of(hashes), values, keyspace)
         await writer.settled()
-        redis = writer.app._redis._client
+        redis = aioredis.from_url(server.url)
         names = [redis_key(keyspace, generation, key) for key in keys_of(hashes)]
         # One key per block, nothing beside it that could be lost alone.
         assert sorted(await redis.keys(f"{keyspace.namespace}:{generation}:*")) == sorted(
@@ -206,6 +212,7 @@ async def test_values_pass_opaque_and_bad_ones_are_refused_by_their_reader(
         await redis.set(names[0], values[0][:-1])
         await redis.setrange(names[1], 500, b"?")
         await redis.set(names[2], values[0])
+        await redis.aclose()
     async with running_store(redis_url=server.url) as reader:
         _, got = await reader.peer.load(generation, keys_of(hashes), keyspace)
         reasons = []
@@ -233,8 +240,9 @@ async def test_blocks_gone_between_lookup_and_load_come_back_empty(
         await store.peer.save(generation, keys_of(hashes), [b"v"] * 6, keyspace)
         await store.settled()
         assert len((await store.client.lookup(keyspace, [0], hashes)).tiers) == 6
-        redis = store.app._redis._client
+        redis = aioredis.from_url(server.url)
         await redis.delete(*(redis_key(keyspace, generation, key) for key in keys_of(hashes)[::2]))
+        await redis.aclose()
         _, values = await store.peer.load(generation, keys_of(hashes), keyspace)
         assert values == [b"", b"v"] * 3
         assert store.metric("loads_total", tier="external", outcome="miss") == 3
@@ -246,7 +254,8 @@ async def test_a_lost_generation_revives_nothing(server: ValkeyProcess, keyspace
         generation = (await store.client.lookup(keyspace, [0], hashes)).generation
         await store.peer.save(generation, keys_of(hashes), [b"v"] * 2, keyspace)
         await store.settled()
-        await store.app._redis._client.delete(f"{keyspace.namespace}:generation:{keyspace.fingerprint}")
+        async with aioredis.from_url(server.url) as redis:
+            await redis.delete(f"{keyspace.namespace}:generation:{keyspace.fingerprint}")
         after = await store.client.lookup(keyspace, [0], hashes)
         assert after.tiers == ()
         assert after.generation != generation
@@ -323,7 +332,7 @@ async def test_loads_beyond_the_queue_are_refused_and_the_rest_answered() -> Non
         slots = store.app._blocks._load_slots
         await slots.acquire()
         for transfer_id in range(5):
-            header = [1, "load", transfer_id, KEYSPACE, generation, keys_of(block_hashes(1))]
+            header = [TRANSFER_VERSION, "load", transfer_id, KEYSPACE, generation, keys_of(block_hashes(1))]
             await store.peer.socket.send(msgspec.msgpack.encode(header))
         refused = [(await store.peer.receive())[0] for _ in range(2)]
         assert [answer.reason for answer in refused] == ["unavailable"] * 2

@@ -133,3 +133,12 @@ async def test_a_service_that_is_away_is_unavailable() -> None:
         await TokenizerClient(to).info()
     assert caught.value.kind is ErrorKind.UNAVAILABLE
     await to.close()
+
+
+async def test_bytes_of_single_tokens(service: Service) -> None:
+    prompt = await service.client.tokenize_text("été 日本")
+    tokens = await service.client.token_bytes([*prompt.token_ids, 100_000])
+    assert b"".join(tokens).decode() == "été 日本"
+    assert tokens[-1] == b""
+    assert len(tokens) == len(prompt.token_ids) + 1
+    assert await service.client.token_bytes([]) == []

@@ -11,9 +11,9 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from reprise_core.models import KvGroup, ModelInfo, WorkerCapacity
-from reprise_core.steps import LoadReport, StepPlan, StepResult
+from reprise_core.steps import LoadReport, StepPlan, StepResult, TransferReport
 from reprise_runtime.health import Readiness
-from reprise_wire.step_codec import Header, Hello, Kind, Refused, Stale, Welcome, encode
+from reprise_wire.step_codec import PROTOCOL_VERSION, Header, Hello, Kind, Refused, Stale, Welcome, encode
 from reprise_worker.adapters.scheduler_link import MAX_PLANS_IN_FLIGHT, SchedulerLink
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.ports import Event, PlanArrived, SessionBegan, SessionEnded
@@ -130,7 +130,7 @@ def test_plans_results_and_reports(scheduler: SchedulerPeer, worker: Worker) -> 
     worker.link.send_result(session, StepResult(1, b"", b"", 0.1))
     header, result = scheduler.wait_for(Kind.RESULT)
     assert (header.session, header.step_id, result.step_id) == (session, 1, 1)
-    worker.link.send_loads(session, (LoadReport(3, 0),))
+    worker.link.send_transfers(session, TransferReport((LoadReport(3, 0),)))
     _, report = scheduler.wait_for(Kind.TRANSFER)
     assert report.loads == (LoadReport(3, 0),)
 
@@ -151,8 +151,11 @@ def test_messages_of_another_session_are_dropped_and_counted(
 def test_stale_waits_for_the_step_thread_before_greeting_again(
     scheduler: SchedulerPeer, worker: Worker
 ) -> None:
-    worker.begin(scheduler)
-    scheduler.say(Kind.STALE, Stale(), session=b"x" * 16)
+    session = worker.begin(scheduler)
+    scheduler.say(Kind.STALE, Stale(), session=b"x" * 16)  # of one before: says nothing of this one
+    scheduler.say(Kind.PLAN, StepPlan(1), step_id=1)
+    assert worker.next_event() == PlanArrived(session, StepPlan(1))
+    scheduler.say(Kind.STALE, Stale())
     assert worker.next_event() == SessionEnded()
     assert "stale" in worker.readiness.waiting_for()["scheduler"]
     while scheduler.socket.poll(int(4 * INTERVAL_S * 1000)):
@@ -236,7 +239,7 @@ def test_a_refusal_is_fatal_and_names_both_versions(scheduler: SchedulerPeer, wo
     while not worker.fatal and time.monotonic() < deadline:
         time.sleep(0.01)
     (error,) = worker.fatal
-    assert "scheduler speaks protocol version 9, this worker 1" in str(error)
+    assert f"scheduler speaks protocol version 9, this worker {PROTOCOL_VERSION}" in str(error)
 
 
 @pytest.mark.parametrize(

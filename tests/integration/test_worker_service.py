@@ -19,7 +19,7 @@ from reprise_core.steps import (
     unpack_ids,
 )
 from reprise_wire.block_transfer import TransferKind
-from reprise_wire.step_codec import Kind, Refused, Stale
+from reprise_wire.step_codec import PROTOCOL_VERSION, Kind, Refused, Stale
 from support.tiny_models import paged, plain_greedy, small_config, small_model, write_model_folder
 from support.worker_peers import SchedulerPeer, StorePeer
 from support.worker_process import WorkerProcess
@@ -174,9 +174,10 @@ def test_a_refused_worker_ends_with_both_versions(
 ) -> None:
     with WorkerProcess(folder, tmp_path, scheduler_endpoint=scheduler.endpoint, **SETTINGS) as worker:
         scheduler.wait_for(Kind.HELLO, timeout_s=60)
-        scheduler.say(Kind.REFUSED, Refused(scheduler_version=2, worker_version=1, reason="version"))
+        scheduler.say(Kind.REFUSED, Refused(scheduler_version=9, worker_version=1, reason="version"))
         assert worker.process.wait(10) == 1
-        assert "scheduler speaks protocol version 2, this worker 1" in worker.log.read_text()
+        versions = f"scheduler speaks protocol version 9, this worker {PROTOCOL_VERSION}"
+        assert versions in worker.log.read_text()
 
 
 def test_a_model_that_cannot_be_served_ends_the_start_with_one_sentence(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from reprise.v1 import engine_pb2 as pb
 from reprise.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from reprise_core.errors import NotFound, Unavailable
 from reprise_core.hash_algorithms import HashAlgorithm
+from reprise_core.logprobs import TokenLogprobs
 from reprise_core.none_hash import FIXED_SEED_TEXT, none_hash
 from reprise_runtime.grpc_server import GrpcServer
+from support.logprob_rows import pack_row
 
 TokenScript = Callable[[Sequence[int], int], int]
 """Token ids so far (prompt and output) and the output index, to the next token."""
@@ -27,6 +29,13 @@ TokenScript = Callable[[Sequence[int], int], int]
 def counting_tokens(token_ids: Sequence[int], index: int) -> int:
     """A function of everything before it, as a model's greedy choice is."""
     return 300 + (sum(token_ids) * 31 + len(token_ids) * 7) % 90
+
+
+def best_of_neighbours(position: int, token_id: int, num_top: int) -> TokenLogprobs:
+    """The token is the best; those that follow it in the vocabulary are the next."""
+    value = -(position % 16) / 8
+    ids = tuple(token_id + i for i in range(num_top))
+    return TokenLogprobs(value, 1, ids, tuple(value - i for i in range(num_top)))
 
 
 @dataclass
@@ -75,6 +84,8 @@ class FakeEngine(EngineServicer):
         self.block_size = block_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.script = script
+        self.logprobs: Callable[[int, int, int], TokenLogprobs] | None = best_of_neighbours
+        """Position, token and number of others; None = an engine that knows nothing of log-probabilities."""
         self.token_interval_s = token_interval_s
         self.tokens_per_message = tokens_per_message
         self.has_worker = True
@@ -306,4 +317,20 @@ class FakeEngine(EngineServicer):
             token_ids=tokens,
             prompt_usage=usage,
             finished=request.finished,
+            **self._logprobs(request, index, tokens),
         )
+
+    def _logprobs(self, request: FakeRequest, index: int, tokens: list[int]) -> dict[str, bytes]:
+        sampling, prompt = request.submit.sampling, request.prompt_ids
+        rows: dict[str, bytes] = {}
+        if self.logprobs is None:
+            return rows
+        if sampling.HasField("logprobs"):
+            first = len(prompt) + index
+            made = (self.logprobs(first + i, token, sampling.logprobs) for i, token in enumerate(tokens))
+            rows["logprobs"] = b"".join(map(pack_row, made))
+        if sampling.HasField("prompt_logprobs") and index == 0 and tokens:
+            num_top = sampling.prompt_logprobs
+            made = (self.logprobs(i, prompt[i], num_top) for i in range(1, len(prompt)))
+            rows["prompt_logprobs"] = b"".join(map(pack_row, made))
+        return rows

@@ -6,17 +6,25 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
 from reprise.v1 import publisher_service_pb2 as pb
 from reprise.v1.publisher_service_pb2_grpc import PublisherServiceStub
-from reprise_core.kv_events import BlockRemoved, KvEventBatch
+from reprise_core.kv_events import BlockRemoved, KvEvent, KvEventBatch
 from reprise_publisher.app import PublisherApp
 from reprise_publisher.settings import PublisherSettings
 from reprise_runtime.grpc_server import channel
 from reprise_wire.event_codec import encode_batch
-from reprise_wire.event_intake import INTAKE_VERSION, IntakeHeader, encode_intake
+from reprise_wire.event_intake import (
+    StateChunk,
+    StateRequest,
+    batch_frames,
+    hello_frames,
+    parse_request,
+    state_frames,
+)
 from support.valkey_server import free_port
 from support.waiting import until
 
@@ -28,10 +36,11 @@ def payload(number: int) -> bytes:
 
 
 class Scheduler:
-    """A PUSH that never waits, as the contract has it."""
+    """A DEALER that never waits, as the contract has it. It answers the publisher only when told to
+    (`requests`, `hello`, `send_state`)."""
 
     def __init__(self, context: zmq.Context, endpoint: str, sndhwm: int = 100_000) -> None:
-        self.socket = context.socket(zmq.PUSH)
+        self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndhwm = sndhwm
         self.socket.connect(endpoint)
@@ -41,10 +50,32 @@ class Scheduler:
     def offer(self, batch: bytes | None = None) -> int:
         """The number given; a full socket drops the batch."""
         sequence, self.sequence = self.sequence, self.sequence + 1
-        header = encode_intake(IntakeHeader(INTAKE_VERSION, self.epoch, sequence))
         with suppress(zmq.Again):
-            self.socket.send_multipart([header, batch or payload(sequence)], zmq.DONTWAIT)
+            frames = batch_frames(self.epoch, sequence, batch or payload(sequence))
+            self.socket.send_multipart(frames, zmq.DONTWAIT)
         return sequence
+
+    def offer_events(self, *events: KvEvent) -> int:
+        return self.offer(encode_batch(KvEventBatch(float(self.sequence), events, 0)))
+
+    def hello(self) -> None:
+        self.socket.send_multipart(hello_frames(self.epoch, self.sequence))
+
+    async def request(self, timeout_ms: int = 5000) -> StateRequest:
+        """The publisher's next one."""
+        assert await asyncio.to_thread(self.socket.poll, timeout_ms), "the publisher asks for nothing"
+        return parse_request(self.socket.recv_multipart())
+
+    def send_state(self, state_id: int, *chunks: tuple[KvEvent, ...], **numbers: Any) -> None:
+        """All that is contained in the batches so far, or in those before `sequence`."""
+        sequence = numbers.pop("sequence", self.sequence)
+        for index, events in enumerate(chunks):
+            chunk = StateChunk(state_id, index, index == len(chunks) - 1, **{**_NUMBERS, **numbers})
+            content = encode_batch(KvEventBatch(0.0, events, 0))
+            self.socket.send_multipart(state_frames(self.epoch, sequence, chunk, content))
+
+
+_NUMBERS = {"num_blocks": 1, "num_unresolved": 0}
 
 
 @dataclass

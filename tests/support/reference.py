@@ -34,6 +34,12 @@ class Reference:
         return output[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
+    def log_probabilities(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """After each token, of every next one: (len(token_ids), vocab)."""
+        logits: torch.Tensor = self.model(torch.tensor([list(token_ids)])).logits[0]
+        return logits.log_softmax(dim=-1)
+
+    @torch.inference_mode()
     def check_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Every token is the best after what stands before it, or ties with the best."""
         assert output, "no output"

@@ -62,6 +62,8 @@ class Driver:
         self.computed: dict[int, int] = {}
         self.blocks: dict[int, list[int]] = {}
         self.sampling: dict[int, WorkerSampling] = {}
+        self.logprobs: dict[int, bytes] = {}
+        self.prompt_logprobs: dict[int, bytes] = {}
         self._added: list[int] = []
         self._removed: list[int] = []
         self._step_id = 0
@@ -124,6 +126,9 @@ class Driver:
         )
         self._added, self._removed = [], []
         result = self.runner.execute(plan)
+        for rows in result.logprobs:
+            self.logprobs[rows.handle] = self.logprobs.get(rows.handle, b"") + rows.output
+            self.prompt_logprobs[rows.handle] = self.prompt_logprobs.get(rows.handle, b"") + rows.prompt
         drawn = dict(zip(unpack_ids(result.handles), unpack_ids(result.token_ids), strict=True))
         for handle, token_id in drawn.items():
             self.tokens[handle].append(token_id)

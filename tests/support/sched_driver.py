@@ -1,6 +1,9 @@
 """Drives the pure scheduler with the simulated worker, step by step, without a clock."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from reprise_core.hash_algorithms import HashAlgorithm
 from reprise_core.hash_chain import BlockHasher
@@ -20,15 +23,23 @@ HASHER_ROOT = none_hash(HashAlgorithm.SHA256_CBOR, "test")
 
 class Driver:
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, connector: bool = False, **config: Any
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        groups: Sequence[GroupSpec] = (),
+        connector: bool = False,
+        **config: Any,
     ) -> None:
+        """`groups` empty = one of full attention."""
+        groups = groups or (GroupSpec(block_size=block_size),)
         config.setdefault("async_scheduling", False)
         caching = config.pop("enable_caching", True)
         watermark = config.pop("watermark", 0.0)
         options = {name: config.pop(name) for name in KV_OPTIONS if name in config}
         make_policy = config.pop("make_policy", None)
         self.store = SimStore()
-        self.worker = SimWorker(num_blocks, block_size, self.store)
+        self.worker = SimWorker(num_blocks, block_size, self.store, groups)
         self.hasher = BlockHasher(
             algorithm=HashAlgorithm.SHA256_CBOR, block_size=block_size, none_hash=HASHER_ROOT
         )
@@ -36,7 +47,7 @@ class Driver:
             SchedulerConfig(**config),
             KVCacheConfig(
                 num_blocks=num_blocks,
-                groups=(GroupSpec(block_size=block_size),),
+                groups=groups,
                 enable_caching=caching,
                 watermark=watermark,
                 **options,
@@ -46,7 +57,17 @@ class Driver:
         )
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
+        self.logprobs: dict[str, bytes] = {}
+        self.prompt_logprobs: dict[str, list[bytes]] = {}
+        """Each time that they were handed out."""
         self.plans: list[StepPlan] = []
+        self.now_s = 0.0
+        self.step_s = 0.0
+        """What the worker says that a step took."""
+        self.hold_loads = False
+        """Loads end only in `end_loads`."""
+        self.fail_load: Callable[[], bool] = lambda: False
+        """Asked per block."""
         self._sequence = 0
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> Request:
@@ -70,7 +91,7 @@ class Driver:
         return request
 
     def plan(self) -> StepPlan | None:
-        return self.scheduler.plan_step(now_s=0.0)
+        return self.scheduler.plan_step(now_s=self.now_s)
 
     def step(self) -> StepPlan | None:
         """Plan and execute one step; look-ups and loads are answered at once."""
@@ -84,23 +105,29 @@ class Driver:
 
     def execute(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        for output in self.scheduler.apply_result(self.worker.execute(plan), now_s=0.0):
-            self.outputs[output.request.owner] += output.token_ids
+        result = msgspec.structs.replace(self.worker.execute(plan), model_time_s=self.step_s)
+        for output in self.scheduler.apply_result(result, now_s=self.now_s):
+            name = output.request.owner
+            self.outputs[name] += output.token_ids
+            self.logprobs[name] = self.logprobs.get(name, b"") + output.logprobs
+            if output.prompt_logprobs:
+                self.prompt_logprobs.setdefault(name, []).append(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.finished[output.request.owner] = output.finish_reason.value
-        reports = [self.worker.end_load(load, lambda: False) for load in list(self.worker.loads)]
-        for output in self.scheduler.end_load(reports):
+        if not self.hold_loads:
+            self.end_loads()
+
+    def end_loads(self) -> None:
+        reports = [self.worker.end_load(load, self.fail_load) for load in list(self.worker.loads)]
+        for output in self.scheduler.end_load(reports, now_s=self.now_s):
             assert output.finish_reason is not None
             self.finished[output.request.owner] = output.error
 
     def answer_lookups(self) -> None:
-        for request, attempt in self.scheduler.connector.take_lookups(0.0):
-            tiers = []
-            for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.worker.block_size]:
-                if block_hash not in self.store.blocks:
-                    break
-                tiers.append("external")
-            self.scheduler.answer_lookup(request, attempt, tiers, self.store.generation)
+        for request, attempt in self.scheduler.connector.take_lookups(self.now_s):
+            hashes = request.block_hashes[: (request.num_tokens - 1) // self.worker.block_size]
+            stored = self.store.stored(self.scheduler.manager.groups, hashes)
+            self.scheduler.answer_lookup(request, attempt, stored, self.store.generation)
 
     def run(self, max_steps: int = 500) -> None:
         for _ in range(max_steps):

@@ -1,9 +1,10 @@
 """A whole scheduler service in this process on free ports, and a gateway's side of its stream."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,10 +33,14 @@ class Received:
 class GatewaySide:
     """One attached stream; `cut` breaks it, a new one with the same id resumes."""
 
-    def __init__(self, harness: "SchedulerHarness", gateway_id: str = "gw") -> None:
+    def __init__(self, harness: "SchedulerHarness", gateway_id: str = "gw", stub: Any = None) -> None:
         self._harness = harness
+        self._stub = stub or harness.stub
         self.gateway_id = gateway_id
         self.requests: dict[str, Received] = {}
+        self.on_delta: Callable[[], object] = lambda: None
+        self._hearing = asyncio.Event()
+        self._hearing.set()
         self._up: asyncio.Queue[pb.StreamRequest | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
 
@@ -43,7 +48,7 @@ class GatewaySide:
         points = [pb.ResumePoint(request_id=name, next_index=i) for name, i in (resume or {}).items()]
         self._up = asyncio.Queue()
         self._up.put_nowait(pb.StreamRequest(attach=pb.Attach(gateway_id=self.gateway_id, resume=points)))
-        call = self._harness.stub.Stream(self._requests(self._up))
+        call = self._stub.Stream(self._requests(self._up))
         await call.initial_metadata()
         self._reader = asyncio.create_task(self._read(call))
         return self
@@ -56,6 +61,8 @@ class GatewaySide:
         async for response in call:
             for delta in response.deltas:
                 self._take(delta)
+                self.on_delta()
+            await self._hearing.wait()
 
     def _take(self, delta: pb.RequestDelta) -> None:
         received = self.requests.setdefault(delta.request_id, Received())
@@ -68,6 +75,13 @@ class GatewaySide:
             received.usage = delta.prompt_usage
         if delta.HasField("finished"):
             received.finished = delta.finished
+
+    def stop_reading(self) -> None:
+        """From the next message on."""
+        self._hearing.clear()
+
+    def read_again(self) -> None:
+        self._hearing.set()
 
     async def cut(self) -> None:
         self._reader.cancel()

@@ -29,6 +29,10 @@ class ServiceProcess:
                 stderr=log,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_until_ready(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:

@@ -1,6 +1,8 @@
 """A whole store in this process on free ports, and a worker's side of the block socket."""
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,12 +13,14 @@ import zmq.asyncio
 
 from reprise_core.ids import BlockHash
 from reprise_runtime.grpc_server import channel
+from reprise_runtime.shared_memory import Memory, join, make_memory, read_into
 from reprise_store.app import StoreApp
 from reprise_store.settings import StoreSettings
 from reprise_wire.block_transfer import (
     TRANSFER_VERSION,
     BlockKey,
     Keyspace,
+    Place,
     TransferHeader,
     TransferKind,
     decode_transfer,
@@ -28,6 +32,13 @@ from support.waiting import until
 
 KEYSPACE = Keyspace("test", "ab" * 16)
 ANSWER_TIMEOUT_S = 5.0
+STAGING_BYTES = 64 * 1024 * 1024
+
+
+class Way:
+    """How the peers of stores that are started from here on exchange values with them; fixtures set it."""
+
+    shares_memory = False
 
 
 def block_hash(number: int) -> BlockHash:
@@ -44,17 +55,67 @@ def keys_of(hashes: Sequence[BlockHash], rank: int = 0, group_id: int = 0) -> tu
 
 @dataclass
 class Peer:
-    """A worker as the contract has it: one DEALER."""
+    """A worker as the contract has it: one DEALER, and after `share_memory` values by place."""
 
     socket: zmq.asyncio.Socket
     ids: "count[int]" = field(default_factory=lambda: count(1))
+    own: Memory | None = None
+    theirs: Memory | None = None
+    connection: socket.socket | None = None
+    keeps_leases: bool = False
+
+    async def share_memory(self) -> None:
+        """Raises OSError when the store does not share."""
+        hello = TransferHeader(TRANSFER_VERSION, TransferKind.HELLO, next(self.ids))
+        await self.socket.send(encode_transfer(hello))
+        welcome, _ = await self.receive()
+        assert welcome.kind == TransferKind.WELCOME
+        if welcome.memory is None:
+            raise OSError("the store offers no memory")
+        self.own = make_memory("test-worker", STAGING_BYTES)
+        self.connection, self.theirs = await asyncio.to_thread(
+            join, welcome.memory.address, welcome.memory.token, self.own, timeout_s=ANSWER_TIMEOUT_S
+        )
+
+    def leave(self) -> None:
+        """As the kernel does it for a worker that is killed."""
+        if self.connection is not None:
+            self.connection.close()
+
+    async def release(self, *transfer_ids: int) -> None:
+        released = TransferHeader(
+            TRANSFER_VERSION, TransferKind.RELEASE, next(self.ids), released=transfer_ids
+        )
+        await self.socket.send(encode_transfer(released))
+
+    def stage(self, values: Sequence[bytes]) -> tuple[Place, ...]:
+        assert self.own is not None
+        places, offset = [], 0
+        for value in values:
+            os.pwrite(self.own.fd, value, offset)
+            places.append(Place(offset, len(value)))
+            offset += len(value)
+        return tuple(places)
+
+    def read(self, places: Sequence[Place], frames: Sequence[bytes]) -> list[bytes]:
+        assert self.theirs is not None
+        rest, values = iter(frames), []
+        for place in places:
+            value = bytearray(place.nbytes)
+            if place.offset >= 0:
+                read_into(self.theirs, place.offset, [value])
+            values.append(next(rest) if place.offset < 0 else bytes(value))
+        return values
 
     async def ask(
         self, kind: TransferKind, generation: int, keys: Sequence[BlockKey], values: Sequence[bytes] = (), *,
         keyspace: Keyspace = KEYSPACE, version: int = TRANSFER_VERSION,
+        places: Sequence[Place] = (),
     ) -> tuple[TransferHeader, list[bytes]]:  # fmt: skip
         transfer_id = next(self.ids)
-        header = TransferHeader(version, kind, transfer_id, keyspace, generation, tuple(keys))
+        header = TransferHeader(
+            version, kind, transfer_id, keyspace, generation, tuple(keys), places=tuple(places)
+        )
         await self.socket.send_multipart([encode_transfer(header), *values])
         answer, got = await self.receive()
         assert answer.transfer_id == transfer_id
@@ -71,13 +132,22 @@ class Peer:
         values: Sequence[bytes],
         keyspace: Keyspace = KEYSPACE,
     ) -> TransferHeader:
-        answer, _ = await self.ask(TransferKind.SAVE, generation, keys, values, keyspace=keyspace)
+        frames, places = (values, ()) if self.own is None else ((), self.stage(values))
+        answer, _ = await self.ask(
+            TransferKind.SAVE, generation, keys, frames, keyspace=keyspace, places=places
+        )
         return answer
 
     async def load(
         self, generation: int, keys: Sequence[BlockKey], keyspace: Keyspace = KEYSPACE
     ) -> tuple[TransferHeader, list[bytes]]:
-        return await self.ask(TransferKind.LOAD, generation, keys, keyspace=keyspace)
+        answer, frames = await self.ask(TransferKind.LOAD, generation, keys, keyspace=keyspace)
+        if not answer.places:
+            return answer, frames
+        values = self.read(answer.places, frames)
+        if not self.keeps_leases:
+            await self.release(answer.transfer_id)
+        return answer, values
 
 
 @dataclass
@@ -113,10 +183,14 @@ async def running_store(**settings: object) -> AsyncIterator[RunningStore]:
     dealer.linger = 0
     dealer.connect(app.blocks_endpoint)
     grpc_channel = channel(app._settings.listen_address)
+    peer = Peer(dealer)
     try:
-        yield RunningStore(app, StoreClient(grpc_channel), Peer(dealer))
+        if Way.shares_memory:
+            await peer.share_memory()
+        yield RunningStore(app, StoreClient(grpc_channel), peer)
         assert not running.done() or running.cancelled() or running.exception() is None
     finally:
+        peer.leave()
         await grpc_channel.close()
         dealer.close()
         context.term()

@@ -69,11 +69,21 @@ def plain_greedy(model: PagedModel, prompt: list[int], num_tokens: int) -> list[
         model.hf.set_attn_implementation(attention.IMPLEMENTATION)
 
 
-def write_model_folder(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A folder that a worker can be started on: a small llama and a tokenizer of its own ids."""
+HYBRID: dict[str, Any] = {
+    "kind": "Qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+}
+"""Layers with a window of 9 tokens and full ones, in turns."""
+
+
+def write_model_folder(folder: Path, *, kind: str = "Llama", seed: int = 0, **changes: Any) -> Path:
+    """A folder that a worker can be started on: a small model and a tokenizer of its own ids."""
     from tokenizers import Tokenizer, models
 
-    small_model(small_config("Llama", **changes), seed=seed).save_pretrained(folder)
+    small_model(small_config(kind, **changes), seed=seed).save_pretrained(folder)
     vocabulary = {f"<{number}>": number for number in range(97)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="<0>")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")

@@ -106,9 +106,16 @@ class StorePeer:
         return header
 
     def receive(self, *, timeout_s: float = 30.0) -> tuple[bytes, TransferHeader, list[bytes]]:
-        assert self.socket.poll(int(timeout_s * 1000)), "the worker asks nothing"
-        worker, *frames = self.socket.recv_multipart()
-        return worker, decode_transfer(frames), frames[1:]
+        """The next message that is neither a greeting (answered here: no shared memory) nor a release."""
+        while True:
+            assert self.socket.poll(int(timeout_s * 1000)), "the worker asks nothing"
+            worker, *frames = self.socket.recv_multipart()
+            header = decode_transfer(frames)
+            if header.kind == TransferKind.HELLO:
+                welcome = TransferHeader(TRANSFER_VERSION, TransferKind.WELCOME, header.transfer_id)
+                self.socket.send_multipart([worker, encode_transfer(welcome)])
+            elif header.kind != TransferKind.RELEASE:
+                return worker, header, frames[1:]
 
     def answer(self, worker: bytes, header: TransferHeader, values: list[bytes]) -> None:
         if header.kind == TransferKind.SAVE:

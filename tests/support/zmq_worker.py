@@ -32,6 +32,7 @@ class ZmqWorker:
         self.sim = SimWorker(num_blocks, block_size, store or SimStore())
         self.session = b""
         self.sessions_opened = 0
+        self._greeting = 0
         self.steps = 0
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -86,8 +87,9 @@ class ZmqWorker:
         if header.kind == Kind.WELCOME:
             self.session = header.session
             self.sessions_opened += 1
-        elif header.kind == Kind.STALE:
+        elif header.kind == Kind.STALE and header.session == self.session:
             self.session = b""
+            self._greeting += 1
             self.sim = SimWorker(self._num_blocks, self._block_size, self.sim.store)
         elif header.kind == Kind.PLAN and header.session == self.session:
             self._stop.wait(self._step_delay_s)
@@ -105,6 +107,7 @@ class ZmqWorker:
         group = KvGroup(kind="full_attention", block_size=self._block_size, num_layers=1)
         return Hello(
             worker_id=self.worker_id,
+            greeting=self._greeting,
             rank=0,
             world_size=1,
             model=ModelInfo(

@@ -22,6 +22,8 @@ class Answer:
     num_tokens: int
     finish_reason: str
     stop_reason: str | int | None
+    logprobs: Json | None = None
+    prompt_logprobs: list[Json | None] | None = None
 
 
 def models(infos: list[EngineInfo], created_s: int) -> Json:
@@ -36,7 +38,7 @@ def _model(info: EngineInfo, created_s: int) -> Json:
         "created": created_s,
         "allow_create_engine": False,
         "allow_sampling": True,
-        "allow_logprobs": False,
+        "allow_logprobs": True,
         "allow_search_indices": False,
         "allow_view": True,
         "allow_fine_tuning": False,
@@ -68,7 +70,8 @@ def plain(run: Run, answers: list[Answer]) -> Json:
     tail: Json = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
     if run.call.chat:
         prompt_ids = list(run.sequences[0].work.prompt_ids) if run.call.return_token_ids else None
-        tail = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids, "prompt_text": None, **tail}
+        prompt: Json = {"prompt_logprobs": answers[0].prompt_logprobs, "prompt_token_ids": prompt_ids}
+        tail = {**prompt, "prompt_text": None, **tail}
     return {
         **head,
         "choices": choices,
@@ -83,7 +86,7 @@ def _plain_choice(run: Run, i: int, answer: Answer) -> Json:
     sequence = run.sequences[i]
     ids = run.call.return_token_ids
     ends: Json = {
-        "logprobs": None,
+        "logprobs": answer.logprobs,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
         "token_ids": sequence.output_ids[: answer.num_tokens] if ids else None,
@@ -94,7 +97,7 @@ def _plain_choice(run: Run, i: int, answer: Answer) -> Json:
         "index": i,
         "text": run.echoes[i] + answer.text,
         **ends,
-        "prompt_logprobs": None,
+        "prompt_logprobs": answer.prompt_logprobs,
         "prompt_token_ids": list(sequence.work.prompt_ids) if ids else None,
         "routed_experts": None,
     }
@@ -140,16 +143,20 @@ class ChunkMaker:
             chunks.append(self._with_usage(chunk))
         return chunks
 
-    def chunk(self, i: int, update: Update) -> Json | None:
-        """None when there is nothing to show yet: the text is held back."""
-        if not update.text and update.finish_reason is None:
-            return None
+    def shows(self, update: Update) -> bool:
+        """False when there is nothing to show yet: the text is held back."""
+        return bool(update.text) or update.finish_reason is not None
+
+    def chunk(self, i: int, update: Update, logprobs: Json | None) -> Json:
+        """`logprobs`: of the tokens since this answer's last chunk."""
         begun, self._begun[i] = self._begun[i], True
         ids = self._run.sequences[i].output_ids[self._num_shown[i] : update.num_tokens]
         self._num_shown[i] = update.num_tokens
         token_ids = ids if self._run.call.return_token_ids else None
         make = self._chat_choice if self._run.call.chat else self._text_choice
-        chunk = self._with_usage(self._chunk([make(i, update, token_ids, first=not begun)]))
+        choice = make(i, update, token_ids, first=not begun)
+        choice["logprobs"] = logprobs
+        chunk = self._with_usage(self._chunk([choice]))
         if update.finish_reason is not None:
             self._open -= 1
             if not self._open and not self._run.call.include_usage:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reprise_gateway.errors import bad_rule, bad_shape
 from reprise_gateway.field_rules import check_refused
+from reprise_gateway.logprob_fields import LogprobFields, chat_logprobs, completion_logprobs
 from reprise_wire.clients.tokenizer import ChatPrompt
 
 _MAX_UINT32 = 2**32 - 1
@@ -59,6 +60,7 @@ class GenerationCall:
     cache_salt: str | None
     priority: int
     num_unknown_fields: int
+    logprobs: LogprobFields
     cache_pin: bool = False
     """Keep the prompts' blocks."""
     cache_pin_ttl_s: float = 0.0
@@ -112,6 +114,9 @@ class _GenerationFields(_Fields):
     priority: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class _CompletionFields(_GenerationFields):
@@ -121,6 +126,7 @@ class _CompletionFields(_GenerationFields):
 
 class _ChatFields(_GenerationFields):
     messages: Any = None
+    top_logprobs: Any = None
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -170,6 +176,13 @@ def read_completion(body: dict[str, Any], limits: CallLimits) -> GenerationCall:
         echo=bool(fields.echo),
         add_special_tokens=fields.add_special_tokens is not False,
         num_unknown_fields=num_unknown,
+        logprobs=completion_logprobs(
+            fields.logprobs,
+            fields.prompt_logprobs,
+            echo=bool(fields.echo),
+            stream=bool(fields.stream),
+            ids_for_texts=bool(fields.return_tokens_as_token_ids),
+        ),
     )
 
 
@@ -189,6 +202,13 @@ def read_chat(body: dict[str, Any], limits: CallLimits) -> GenerationCall:
         echo=False,
         add_special_tokens=bool(fields.add_special_tokens),
         num_unknown_fields=num_unknown,
+        logprobs=chat_logprobs(
+            fields.logprobs,
+            fields.top_logprobs,
+            fields.prompt_logprobs,
+            stream=bool(fields.stream),
+            ids_for_texts=bool(fields.return_tokens_as_token_ids),
+        ),
     )
 
 
@@ -450,6 +470,7 @@ def _generation_call(
     echo: bool,
     add_special_tokens: bool,
     num_unknown_fields: int,
+    logprobs: LogprobFields,
 ) -> GenerationCall:
     n = 1 if fields.n is None else fields.n
     if n < 1:
@@ -486,4 +507,5 @@ def _generation_call(
         num_unknown_fields=num_unknown_fields,
         cache_pin=_cache_pin(fields.cache_pin),
         cache_pin_ttl_s=_cache_pin_ttl(fields),
+        logprobs=logprobs,
     )

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
+
 from reprise_core.errors import ErrorKind
 from reprise_core.requests import SamplingParams
 from reprise_gateway.calls import GenerationCall, Prompt, SamplingFields
@@ -72,6 +74,9 @@ class Prompts:
 
     async def detokenize(self, token_ids: Iterable[int]) -> str:
         return await self._call(lambda: self._api.detokenize(tuple(token_ids)))
+
+    async def token_bytes(self, token_ids: list[int]) -> list[bytes]:
+        return await self._call(lambda: self._api.token_bytes(token_ids))
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         deadline_s = time.monotonic() + self._wait_s
@@ -230,6 +235,8 @@ def _works(
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
+        logprobs=call.logprobs.output,
+        prompt_logprobs=call.logprobs.measured_prompt,
     )
     text = DetokenizeOpen(
         stop=sampling.stop,
@@ -252,8 +259,8 @@ def _works(
         pin=call.cache_pin,
         pin_ttl_s=call.cache_pin_ttl_s,
     )
-    # Answers to one prompt are to differ, also with a seed.
-    others = replace(work, pin=False)
+    # Answers to one prompt are to differ, also with a seed; the prompt is pinned and measured once.
+    others = replace(work, pin=False, sampling=msgspec.structs.replace(params, prompt_logprobs=None))
     return [work, *(_with_seed(others, i) for i in range(1, call.n))]
 
 
@@ -261,8 +268,7 @@ def _with_seed(work: Work, i: int) -> Work:
     seed = work.sampling.seed
     if seed is None:
         return work
-    values = {name: getattr(work.sampling, name) for name in work.sampling.__struct_fields__}
-    return replace(work, sampling=SamplingParams(**{**values, "seed": seed + i}))
+    return replace(work, sampling=msgspec.structs.replace(work.sampling, seed=seed + i))
 
 
 def _check_max_tokens(sampling: SamplingFields, info: EngineInfo) -> None:

@@ -10,8 +10,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from reprise_core.errors import ErrorKind
-from reprise_core.requests import FinishReason
+from reprise_core.requests import FinishReason, SamplingParams
 from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.ports import EngineApi, EngineStream
 from reprise_gateway.sequence import OutOfStep, Sequence
@@ -275,7 +277,7 @@ def _submission(wire_id: str, sequence: Sequence, info: EngineInfo | None) -> Su
     return Submission(
         request_id=wire_id,
         token_ids=(*work.prompt_ids, *sequence.output_ids),
-        sampling=work.sampling,
+        sampling=_sampling(sequence),
         block_hashes=work.hashes.get(profile_id),
         cache_salt=work.cache_salt,
         priority=work.priority,
@@ -286,6 +288,12 @@ def _submission(wire_id: str, sequence: Sequence, info: EngineInfo | None) -> Su
         traceparent=sequence.traceparent,
         num_output_tokens=len(sequence.output_ids),
     )
+
+
+def _sampling(sequence: Sequence) -> SamplingParams:
+    """The prompt is measured before the first token: with one, that is done."""
+    sampling = sequence.work.sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=None) if sequence.output_ids else sampling
 
 
 def _remaining_s(deadline_s: float | None) -> float:

@@ -31,7 +31,6 @@ def _text_format(value: Any) -> bool:
 
 
 _NEUTRAL: dict[str, tuple[_Neutral, str]] = {
-    "prompt_logprobs": (_one_of(), "leave it out"),
     "logit_bias": (_empty, "leave it out"),
     "presence_penalty": (_number(0), "0"),
     "frequency_penalty": (_number(0), "0"),
@@ -55,12 +54,9 @@ _NEUTRAL: dict[str, tuple[_Neutral, str]] = {
     "kv_transfer_params": (_empty, "leave it out"),
 }
 _COMPLETION = {
-    "logprobs": (_one_of(False), "leave it out"),
     "suffix": (_empty, "leave it out"),
 }
 _CHAT = {
-    "logprobs": (_one_of(False), "false"),
-    "top_logprobs": (_number(0), "leave it out"),
     "echo": (_one_of(False), "false"),
     "audio": (_empty, "leave it out"),
     "modalities": (_one_of(["text"]), '["text"]'),
@@ -77,7 +73,7 @@ _CHAT = {
 _HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "parallel_tool_calls", "prediction", "request_id", "include_reasoning",
-    "return_tokens_as_token_ids", "documents", "echo", "top_logprobs",
+    "documents", "echo", "top_logprobs",
 })  # fmt: skip
 """Known fields that change nothing in the tokens of an answer."""
 

@@ -24,8 +24,10 @@ from reprise_gateway.calls import (
 from reprise_gateway.completions import Completions, Deadline, Run
 from reprise_gateway.errors import ApiError, bad_rule, bad_shape, from_reprise_error
 from reprise_gateway.fleet_admin import FleetAdmin
+from reprise_gateway.logprob_answers import ChoiceLogprobs
 from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.responses import ClientGone, EventStream, error_response, json_response, unless_gone
+from reprise_gateway.token_texts import TokenTexts
 from reprise_runtime.logs import get_logger
 
 ROUTES = frozenset({
@@ -60,6 +62,7 @@ class GatewayHttp:
         """`problem`: why requests cannot be served now, or None."""
         self._trust_tenant_header = trust_tenant_header
         self._completions = completions
+        self._texts = TokenTexts(completions.prompts)
         self._admin = admin
         self._metrics = metrics
         self._limits = limits
@@ -149,16 +152,22 @@ class GatewayHttp:
                 ends[i] = answers.Answer(
                     "".join(texts[i]), update.num_tokens, update.finish_reason, update.stop_reason
                 )
-        return answers.plain(run, [ends[i] for i in range(len(run.sequences))])
+        finished = []
+        for i, logprobs in enumerate(self._logprobs(run)):
+            shown, of_prompt = await logprobs.up_to(ends[i].num_tokens), await logprobs.of_prompt()
+            finished.append(replace(ends[i], logprobs=shown, prompt_logprobs=of_prompt))
+        return answers.plain(run, finished)
+
+    def _logprobs(self, run: Run) -> list[ChoiceLogprobs]:
+        return [ChoiceLogprobs(run, i, self._texts) for i in range(len(run.sequences))]
 
     async def _events(self, run: Run, started_s: float) -> AsyncIterator[answers.Json]:
-        chunks = answers.ChunkMaker(run)
+        chunks, logprobs = answers.ChunkMaker(run), self._logprobs(run)
         for chunk in chunks.opening():
             yield chunk
         async for i, update in self._completions.updates(run, started_s):
-            made = chunks.chunk(i, update)
-            if made is not None:
-                yield made
+            if chunks.shows(update):
+                yield chunks.chunk(i, update, await logprobs[i].up_to(update.num_tokens))
         for chunk in chunks.closing():
             yield chunk
 

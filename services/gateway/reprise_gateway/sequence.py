@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reprise_core.logprobs import row_nbytes
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
 from reprise_gateway.errors import ApiError
 from reprise_wire.clients.engine import Ending, RequestDelta
@@ -57,6 +58,10 @@ class Sequence:
     request_id: str
     work: Work
     output_ids: list[int] = field(default_factory=list)
+    logprobs: bytearray = field(default_factory=bytearray)
+    """A packed row per output token, if they were asked for."""
+    prompt_logprobs: bytes = b""
+    """A packed row per prompt token from the second on, likewise; they come with the first output token."""
     sources: PromptSources | None = None
     ending: Ending | None = None
     finish_reason: str | None = None
@@ -90,7 +95,11 @@ class Sequence:
         known = len(self.output_ids)
         if delta.first_index > known:
             raise OutOfStep(f"token {delta.first_index} came, {known} is next")
-        self.output_ids.extend(delta.token_ids[known - delta.first_index :])
+        num_repeated = known - delta.first_index
+        self.output_ids.extend(delta.token_ids[num_repeated:])
+        if self.work.sampling.logprobs is not None:
+            self.logprobs += delta.logprobs[num_repeated * row_nbytes(self.work.sampling.logprobs) :]
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if self.sources is None:
             self.sources = delta.sources
         self.ending = delta.ending

@@ -2,13 +2,20 @@
 
 import asyncio
 
+import grpc
 from prometheus_client import CollectorRegistry
 
 from reprise.v1.publisher_service_pb2_grpc import add_PublisherServiceServicer_to_server
+from reprise_publisher import kv_event_rpc
+from reprise_publisher.adapters.curve import CurveKeys, read_curve_keys
 from reprise_publisher.adapters.event_sockets import EventSockets, SocketOptions
+from reprise_publisher.kv_event_feed import FeedOptions, KvEventFeed
+from reprise_publisher.kv_event_rpc import KvEventServicer
 from reprise_publisher.metrics import PublisherMetrics
+from reprise_publisher.outgoing import OutgoingOptions, salt_key
 from reprise_publisher.servicer import SERVICE_NAME, PublisherServicer
 from reprise_publisher.settings import PublisherSettings
+from reprise_publisher.source_follower import FollowerLimits
 from reprise_runtime.grpc_server import GrpcServer
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
@@ -25,12 +32,17 @@ class PublisherApp:
         self._log = get_logger()
         self._metrics = PublisherMetrics(self.registry)
         publishes = settings.events.publishes
-        self.sockets = EventSockets(_socket_options(settings), self._metrics) if publishes else None
+        curve = read_curve_keys(settings.curve_secret_key_file, settings.curve_allowed_keys_file)
+        self.sockets = EventSockets(_socket_options(settings, curve), self._metrics) if publishes else None
         servicer = PublisherServicer(settings.events.topic, self.sockets)
+        events_servicer = _events_servicer(settings, self.sockets, curve, self._metrics)
+
+        def add(server: grpc.aio.Server) -> None:
+            add_PublisherServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+            events_servicer.add_to(server)
+
         self._grpc = GrpcServer(
-            settings.listen_address,
-            services=[SERVICE_NAME],
-            add=lambda server: add_PublisherServiceServicer_to_server(servicer, server),  # type: ignore[no-untyped-call]
+            settings.listen_address, services=[SERVICE_NAME, kv_event_rpc.SERVICE_NAME], add=add
         )
         self._ended: asyncio.Future[None] | None = None
 
@@ -78,7 +90,36 @@ class PublisherApp:
         )
 
 
-def _socket_options(settings: PublisherSettings) -> SocketOptions:
+def _outgoing_options(settings: PublisherSettings) -> OutgoingOptions:
+    digests = settings.event_salts == "digest"
+    return OutgoingOptions(
+        token_ids=settings.event_token_ids,
+        salt_key=salt_key(settings.event_salt_secret.get_secret_value()) if digests else None,
+        form=settings.event_form,
+    )
+
+
+def _events_servicer(
+    settings: PublisherSettings,
+    sockets: EventSockets | None,
+    curve: CurveKeys | None,
+    metrics: PublisherMetrics,
+) -> KvEventServicer:
+    if sockets is None:
+        return KvEventServicer(None, metrics, reason="KV events are off")
+    if curve is not None and not settings.allow_plain_grpc:
+        return KvEventServicer(None, metrics, reason="events are encrypted here, and gRPC is not")
+    options = FeedOptions(
+        rank=settings.data_parallel_rank,
+        readers=settings.rpc_readers,
+        queue_batches=settings.rpc_queue_batches,
+        queue_bytes=settings.rpc_queue_bytes,
+        needs_tokens=settings.event_token_ids,
+    )
+    return KvEventServicer(KvEventFeed(sockets, options, metrics), metrics, stall_s=settings.rpc_stall_s)
+
+
+def _socket_options(settings: PublisherSettings, curve: CurveKeys | None) -> SocketOptions:
     events = settings.events
     return SocketOptions(
         intake_endpoint=settings.intake_endpoint,
@@ -92,7 +133,14 @@ def _socket_options(settings: PublisherSettings) -> SocketOptions:
         rank=settings.data_parallel_rank,
         buffer_steps=events.buffer_steps,
         buffer_bytes=settings.buffer_bytes,
+        replay_topic=settings.replay_topic,
         replay_readers=settings.replay_readers,
         replay_stall_s=settings.replay_stall_s,
+        snapshot_readers=settings.snapshot_readers,
+        record_blocks=settings.record_blocks,
+        record_backlog_bytes=settings.record_backlog_bytes,
+        limits=FollowerLimits(state_timeout_s=settings.state_timeout_s, hold_bytes=settings.hold_bytes),
+        outgoing=_outgoing_options(settings),
+        curve=curve,
         heartbeat_s=settings.heartbeat_s,
     )

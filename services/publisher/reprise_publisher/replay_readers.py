@@ -20,13 +20,19 @@ class Sent(Enum):
     GONE = "gone"
 
 
+Send = Callable[[Sequence[bytes]], Sent]
+
+
 @dataclass
 class _Reader:
     position: int
+    sequence: int
+    """The next number it wants."""
     end: int
-    """The position after the last batch that was there when the request came."""
+    """The number after the last batch that was there when the request came."""
     progress_s: float
     """When it last took a message."""
+    ended: bool = False
 
 
 class ReplayReaders:
@@ -41,13 +47,14 @@ class ReplayReaders:
         ring: ReplayRing,
         *,
         topic: str,
+        with_topic: bool,
         limit: int,
         stall_s: float,
-        send: Callable[[Sequence[bytes]], Sent],
+        send: Send,
         metrics: PublisherMetrics,
     ) -> None:
         self._ring = ring
-        self._topic = topic
+        self._topic = topic if with_topic else None
         self._limit = limit
         self._stall_s = stall_s
         self._send = send
@@ -62,8 +69,7 @@ class ReplayReaders:
         if request.identity not in self._readers and len(self._readers) >= self._limit:
             return False
         start = self._ring.position_of(request.start)
-        end = self._ring.position_of(2**64)
-        self._readers[request.identity] = _Reader(start, end, now_s)
+        self._readers[request.identity] = _Reader(start, request.start, self._ring.end_sequence, now_s)
         return True
 
     def advance(self, *, now_s: float) -> bool:
@@ -76,31 +82,34 @@ class ReplayReaders:
             if outcome is Sent.GONE:
                 self._metrics.replays_given_up.inc()
                 del self._readers[identity]
-            elif outcome is Sent.DONE and reader.position > reader.end:
+            elif reader.ended:
                 del self._readers[identity]
             else:
                 more = more or outcome is Sent.DONE
         return more
 
     def _burst(self, identity: bytes, reader: _Reader, now_s: float) -> Sent:
-        """DONE after a whole burst, or with `position` past `end` when the end mark is out."""
+        """DONE after a whole burst, or when the end mark is out."""
         for _ in range(BURST_MESSAGES):
-            frames, next_position, num_missed = self._next_message(identity, reader)
-            outcome = self._send(frames)
+            outcome = self._send_next(identity, reader)
             if outcome is not Sent.DONE:
                 return outcome
-            reader.position = next_position
             reader.progress_s = now_s
-            self._metrics.replay_batches_overtaken.inc(num_missed)
-            if reader.position > reader.end:
+            if reader.ended:
                 break
         return Sent.DONE
 
-    def _next_message(self, identity: bytes, reader: _Reader) -> tuple[list[bytes], int, int]:
-        """The frames, the position after them, and how many batches were overtaken."""
-        found = self._ring.at(reader.position) if reader.position < reader.end else None
-        if found is None or found[0] >= reader.end:
-            return replay_end_frames(identity), reader.end + 1, max(0, reader.end - reader.position)
-        position, batch = found
-        frames = replay_reply_frames(identity, self._topic, batch.sequence, batch.payload)
-        return frames, position + 1, position - reader.position
+    def _send_next(self, identity: bytes, reader: _Reader) -> Sent:
+        found = self._ring.at(reader.position) if reader.sequence < reader.end else None
+        position, batch = found if found is not None else (reader.position, None)
+        if batch is None or batch.sequence >= reader.end:
+            outcome = self._send(replay_end_frames(identity, with_topic=self._topic is not None))
+            reader.ended = outcome is Sent.DONE
+            return outcome
+        sequence = max(batch.sequence, reader.sequence)
+        outcome = self._send(replay_reply_frames(identity, self._topic, sequence, batch.payload))
+        if outcome is Sent.DONE:
+            self._metrics.replay_batches_overtaken.inc(position - reader.position)
+            reader.sequence = sequence + 1
+            reader.position = position + (reader.sequence >= batch.end)
+        return outcome

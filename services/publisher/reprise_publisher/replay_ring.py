@@ -1,5 +1,6 @@
 """The last batches by sequence, bounded by their number and their bytes."""
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -7,12 +8,25 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class RingBatch:
     sequence: int
+    """Of the first one, for heartbeats in a row."""
     payload: bytes
+    """Of the last one."""
+    count: int = 1
+    is_heartbeat: bool = False
+
+    @property
+    def end(self) -> int:
+        """The number after it."""
+        return self.sequence + self.count
 
 
 class ReplayRing:
-    """Invariants: sequences ascend; num_bytes is the sum of the payloads, at most `limit_bytes`;
-    at most `limit_batches` batches. The oldest go first."""
+    """Heartbeats in a row are one entry, so that silence pushes nothing out; a replay tells each of them,
+    with the time of the last.
+
+    Invariants: sequences ascend; num_bytes is the sum of the payloads, at most `limit_bytes`;
+    at most `limit_batches` entries. The oldest go first.
+    """
 
     def __init__(self, *, limit_batches: int, limit_bytes: int) -> None:
         self._limit_batches = limit_batches
@@ -24,9 +38,14 @@ class ReplayRing:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def append(self, sequence: int, payload: bytes) -> None:
-        assert not self._batches or self._batches[-1].sequence < sequence
-        self._batches.append(RingBatch(sequence, payload))
+    def append(self, sequence: int, payload: bytes, *, is_heartbeat: bool = False) -> None:
+        last = self._batches[-1] if self._batches else None
+        assert last is None or last.end <= sequence
+        first, count = sequence, 1
+        if is_heartbeat and last is not None and last.is_heartbeat and last.end == sequence:
+            first, count = last.sequence, last.count + 1
+            self.num_bytes -= len(self._batches.pop().payload)
+        self._batches.append(RingBatch(first, payload, count, is_heartbeat))
         self.num_bytes += len(payload)
         while len(self._batches) > self._limit_batches or self.num_bytes > self._limit_bytes:
             self.num_bytes -= len(self._batches.popleft().payload)
@@ -36,21 +55,37 @@ class ReplayRing:
     def first_sequence(self) -> int | None:
         return self._batches[0].sequence if self._batches else None
 
+    @property
+    def end_sequence(self) -> int:
+        """The number after the last one that was appended and kept; 0 without any."""
+        return self._batches[-1].end if self._batches else 0
+
     def position_of(self, sequence: int) -> int:
-        """A position that stays good while older batches leave: of the first batch at or after `sequence`."""
+        """A position that stays good while older batches leave: of the entry that has `sequence`, or the
+        first one after it."""
         low, high = 0, len(self._batches)
         while low < high:
             middle = (low + high) // 2
-            if self._batches[middle].sequence < sequence:
+            if self._batches[middle].end <= sequence:
                 low = middle + 1
             else:
                 high = middle
         return self._num_dropped + low
 
     def at(self, position: int) -> tuple[int, RingBatch] | None:
-        """The batch at a position, or the oldest kept one if that has left, with its own position; None
+        """The entry at a position, or the oldest kept one if that has left, with its own position; None
         past the end."""
         index = max(0, position - self._num_dropped)
         if index >= len(self._batches):
             return None
         return self._num_dropped + index, self._batches[index]
+
+    def after(self, sequence: int) -> list[tuple[int, bytes]]:
+        """What is kept of the batches after `sequence`. May be called from any thread."""
+        batches = list(self._batches)
+        first = bisect_right(batches, sequence + 1, key=lambda batch: batch.end)
+        return [
+            (number, batch.payload)
+            for batch in batches[first:]
+            for number in range(max(batch.sequence, sequence + 1), batch.end)
+        ]

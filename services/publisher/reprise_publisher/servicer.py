@@ -24,4 +24,6 @@ class PublisherServicer(PublisherServiceServicer):
             next_sequence=self._sockets.stream.next_sequence,
             replay_first_sequence=self._sockets.first_replay_sequence,
             dropped_batches=self._sockets.stream.num_dropped,
+            complete=self._sockets.stream.complete,
+            record_blocks=self._sockets.num_recorded_blocks,
         )

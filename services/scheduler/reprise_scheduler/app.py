@@ -18,13 +18,21 @@ from reprise_scheduler.adapters.external_blocks import StoreBlocks
 from reprise_scheduler.adapters.worker_link import WorkerLink
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import GatewayStreams
-from reprise_scheduler.metrics import EngineMetrics, EventMetrics, LinkMetrics, StreamMetrics, step_overhead
+from reprise_scheduler.metrics import (
+    EngineMetrics,
+    EventMetrics,
+    LinkMetrics,
+    StreamMetrics,
+    TierMetrics,
+    step_overhead,
+)
 from reprise_scheduler.policies import policy_maker
 from reprise_scheduler.probe import OverheadProbe, Probe
 from reprise_scheduler.profile import check_shared_seed
 from reprise_scheduler.request_traces import RequestTraces
 from reprise_scheduler.servicer import EngineRpc
 from reprise_scheduler.settings import SchedulerSettings
+from reprise_scheduler.tier_watch import TierWatch
 from reprise_wire.clients.tokenizer import TokenizerClient
 
 
@@ -45,6 +53,7 @@ class SchedulerApp:
                 EventMetrics(self.registry),
                 rank=settings.engine_index,
                 queue_batches=settings.event_queue_batches,
+                record_blocks=settings.event_record_blocks,
             )
             if settings.publisher_endpoint
             else None
@@ -52,6 +61,16 @@ class SchedulerApp:
         self._external = (
             StoreBlocks(settings.store_address, namespace=settings.namespace, tracing=self._tracing)
             if settings.store_address
+            else None
+        )
+        tiers = (
+            TierWatch(
+                self._external,
+                self._events,
+                TierMetrics(self.registry),
+                integer_hashes=settings.event_integer_hashes,
+            )
+            if self._external is not None and self._events is not None and settings.tier_events
             else None
         )
         self._tokenizer = channel(settings.tokenizer_address, self._tracing)
@@ -73,6 +92,7 @@ class SchedulerApp:
             deliver=self._streams.deliver,
             probe=probe,
             traces=traces,
+            tiers=tiers,
         )
         self._link = WorkerLink(
             settings.workers_endpoint,
@@ -109,6 +129,8 @@ class SchedulerApp:
         return self._loop.scheduler.num_waiting if self._loop.scheduler is not None else 0
 
     async def start(self) -> None:
+        if self._events is not None:
+            self._events.start()
         await self._link.start()
         await self._server.start()
 

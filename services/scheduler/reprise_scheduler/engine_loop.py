@@ -6,13 +6,14 @@ tokens, events and metrics. Nothing here waits: look-ups, resets and hashing are
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from reprise_core.errors import FailedPrecondition, RepriseError, Unavailable
 from reprise_core.hash_chain import BlockHasher
-from reprise_core.models import ModelInfo, WorkerCapacity
+from reprise_core.models import KvGroup, ModelInfo, WorkerCapacity
 from reprise_core.requests import FinishReason
 from reprise_core.steps import StepResult, TransferReport
+from reprise_runtime.collector import spare_long_lived
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import LimitedLog, get_logger
 from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
@@ -27,7 +28,10 @@ from reprise_scheduler.sched.backpressure import QueueFull
 from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
+from reprise_scheduler.sched.stored_blocks import NOTHING_STORED
 from reprise_scheduler.settings import SchedulerSettings
+from reprise_scheduler.store_lookup import find_stored
+from reprise_scheduler.tier_watch import TierWatch
 from reprise_wire.hash_profiles import HashProfile
 
 Deliver = Callable[[Sequence[Output]], None]
@@ -47,12 +51,15 @@ class EngineLoop:
         deliver: Deliver,
         probe: Probe,
         traces: RequestTraces,
+        tiers: TierWatch | None = None,
     ) -> None:
+        """`tiers` sends to the same sink."""
         self._settings = settings
         self._readiness = readiness
         self._make_metrics = make_metrics
         self._event_sink = event_sink
         self._external = external
+        self._tiers = tiers
         self._deliver = deliver
         self._probe = probe
         self._traces = traces
@@ -118,6 +125,7 @@ class EngineLoop:
                 config,
                 kv_config,
                 enable_events=self._event_sink is not None,
+                integer_hashes=self._settings.event_integer_hashes,
                 enable_connector=self._external is not None and self._settings.enable_prefix_caching,
                 eos_token_ids=model.eos_token_ids,
                 make_policy=policy_maker(self._settings),
@@ -130,22 +138,20 @@ class EngineLoop:
         self.hasher = self.profile.hasher()
         assert self.metrics is not None
         self.metrics.set_cache_config(capacity, self._cache_facts())
+        spare_long_lived()  # the pool, above all
         self._connected = True
         self._readiness.met("worker")
         self._hand_out(outputs)
         if self._external is not None:
             self._spawn(self._ask_generation())
+        if self._tiers is not None:
+            self._tiers.follow(model.fingerprint)
         self._pump_soon()
 
     def _kv_config(self, capacity: WorkerCapacity) -> KVCacheConfig:
-        for group in capacity.groups:
-            if group.kind != "full_attention" or group.block_size != capacity.block_size:
-                raise FailedPrecondition(f"cannot plan for a {group.kind} group of {group.block_size} tokens")
         return KVCacheConfig(
             num_blocks=capacity.num_blocks,
-            groups=tuple(
-                GroupSpec(kind=GroupKind.FULL, block_size=group.block_size) for group in capacity.groups
-            ),
+            groups=tuple(_group_spec(group, capacity.block_size) for group in capacity.groups),
             enable_caching=self._settings.enable_prefix_caching,
             watermark=self._settings.watermark,
             full_prompt_hit=self._settings.full_prompt_hit,
@@ -184,7 +190,12 @@ class EngineLoop:
 
     def on_transfer(self, report: TransferReport) -> None:
         assert self.scheduler is not None
-        outputs = self.scheduler.end_load(report.loads)
+        assert self.metrics is not None
+        self.metrics.offload.observe(report)
+        self.scheduler.connector.saves_ended(sum(measure.num_blocks for measure in report.saved))
+        if not report.loads:
+            return
+        outputs = self.scheduler.end_load(report.loads, now_s=time.monotonic())
         self._pump()
         self._hand_out(outputs)
 
@@ -220,17 +231,24 @@ class EngineLoop:
             self._deliver(outputs)
             if self._traces.active:
                 self._traces.finished(outputs)
-            self.metrics.observe_outputs(outputs, time.monotonic())
+            # After the gateways' writers, which were just woken.
+            asyncio.get_running_loop().call_soon(self.metrics.observe_outputs, outputs, time.monotonic())
 
     def _send_events(self) -> None:
         assert self.scheduler is not None
         events = self.scheduler.take_events()
-        if events and self._event_sink is not None:
+        if events and self._tiers is not None:
+            self._tiers.send(events)
+        elif events and self._event_sink is not None:
             self._event_sink.send(events)
 
     def refresh_metrics(self) -> None:
         if self.scheduler is not None and self.metrics is not None:
             self.metrics.refresh(self.scheduler)
+            if self._tiers is not None:
+                self._tiers.show()
+            if self._event_sink is not None:
+                self._event_sink.refresh_metrics(has_cached_blocks=self.scheduler.manager.has_cached_blocks)
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -246,28 +264,40 @@ class EngineLoop:
     # -- the external tier ----------------------------------------------------------------------
 
     def _start_lookups(self, scheduler: Scheduler) -> None:
+        assert self.metrics is not None
         for request, attempt in scheduler.connector.take_lookups(time.monotonic()):
+            started_s = time.monotonic()
             self._spawn(self._look_up(scheduler, request, attempt))
+            self.metrics.offload.lookup_sync.observe(time.monotonic() - started_s)
 
     async def _look_up(self, scheduler: Scheduler, request: Request, attempt: int) -> None:
         assert self._external is not None
         assert self.capacity is not None
-        tiers: Iterable[str] = ()
+        stored = NOTHING_STORED
         generation: int | None = None
         num_hashes = (request.num_tokens - 1) // self.capacity.block_size
+        groups = scheduler.manager.groups
+        started_s = time.monotonic()
         expiry = asyncio.get_running_loop().call_later(
             self._settings.max_external_wait_s + 0.01, self._pump_soon
         )
         try:
             with self._traces.looking_up(request):
-                tiers, generation = await self._external.lookup(
-                    self._fingerprint, len(self.capacity.groups), request.block_hashes[:num_hashes]
+                stored, generation = await find_stored(
+                    self._external,
+                    self._fingerprint,
+                    groups,
+                    request.block_hashes[:num_hashes],
                 )
         except RepriseError as error:
             self._limited.warning(self._log, "look-up in the store failed", error=str(error))
         finally:
             expiry.cancel()
-        scheduler.answer_lookup(request, attempt, tiers, generation)
+            assert self.metrics is not None
+            self.metrics.offload.lookup_async.observe(time.monotonic() - started_s)
+        if groups is not scheduler.manager.groups:
+            return  # another worker has registered, and the store is asked again for its blocks
+        scheduler.answer_lookup(request, attempt, stored, generation)
         self._pump_soon()
 
     async def _ask_generation(self) -> None:
@@ -277,7 +307,11 @@ class EngineLoop:
         delay_s = 0.2
         while self.scheduler.connector.generation is None:
             try:
-                _, generation = await self._external.lookup(self._fingerprint, 1, ())
+                _, generation = await self._external.lookup(self._fingerprint, (0,), ())
+                stats = await self._external.stats()
+                assert self.metrics is not None
+                assert self.capacity is not None
+                self.metrics.offload.set_sizes(self.capacity.block_nbytes, stats.host_capacity_bytes)
                 self.scheduler.connector.set_generation(generation)
             except RepriseError as error:
                 self._limited.warning(self._log, "waiting for the store", error=str(error))
@@ -322,5 +356,22 @@ class EngineLoop:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
+        if self._tiers is not None:
+            await self._tiers.stop()
         for task in list(self._tasks):
             task.cancel()
+
+
+def _group_spec(group: KvGroup, block_size: int) -> GroupSpec:
+    """Raises FailedPrecondition for a group that cannot be planned for."""
+    if group.block_size == block_size:
+        if group.kind == "full_attention":
+            return GroupSpec(kind=GroupKind.FULL, block_size=block_size)
+        # With a window of one token a load could have nothing to load.
+        if group.kind == "sliding_window" and (group.window_tokens or 0) > 1:
+            return GroupSpec(kind=GroupKind.SLIDING, block_size=block_size, window=group.window_tokens)
+    raise FailedPrecondition(
+        f"cannot plan for a group of kind {group.kind}, {group.block_size} tokens a block and a window of"
+        f" {group.window_tokens}; known are full_attention and sliding_window (of 2 or more), with blocks of"
+        f" {block_size} tokens"
+    )

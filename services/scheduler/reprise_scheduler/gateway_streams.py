@@ -15,6 +15,9 @@ from reprise_scheduler.metrics import StreamMetrics
 from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request
 
+MAX_LOGPROB_BYTES = 8 * 1024 * 1024
+"""Log-probabilities in one message; the delta that exceeds it is the last in it."""
+
 
 @dataclass(slots=True)
 class Ending:
@@ -34,6 +37,20 @@ class Delta:
     token_ids: list[int]
     sources: PromptSources | None = None
     ending: Ending | None = None
+    logprobs: "DeltaLogprobs | None" = None
+    """None for a request that did not ask for any."""
+
+
+@dataclass(slots=True)
+class DeltaLogprobs:
+    """Packed rows of a delta's tokens, and with the first of them the prompt's."""
+
+    output: bytearray
+    prompt: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.output) + len(self.prompt)
 
 
 @dataclass(slots=True)
@@ -114,12 +131,15 @@ class GatewayStreams:
         """Waits for news; None when another stream has taken over."""
         while gateway.stream is token:
             if gateway.outbox:
-                deltas = list(gateway.outbox.values())
-                gateway.outbox.clear()
-                return deltas
+                return _take_message(gateway.outbox)
             gateway.wake.clear()
             await gateway.wake.wait()
         return None
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether every stream has taken what was there for it; gateways are few."""
+        return not any(one.outbox for one in self._gateways.values() if one.stream is not None)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -141,7 +161,10 @@ class GatewayStreams:
                 self._abort(owned.request)
 
     def fail(self, owned: OwnedRequest, error: RepriseError) -> None:
-        """The request ends with an error that the caller is told."""
+        """The request ends with an error that the caller is told, unless it has ended: its deadline may
+        pass while it is being hashed, which then fails as well."""
+        if owned.ending is not None:
+            return
         index = owned.request.num_output_tokens if owned.request is not None else 0
         ending = Ending(
             FinishReason.ERROR,
@@ -158,6 +181,8 @@ class GatewayStreams:
             if owned.cancelled:
                 continue
             delta = Delta(owned.client_request_id, output.first_index, list(output.token_ids))
+            if output.request.logprobs is not None:
+                delta.logprobs = DeltaLogprobs(bytearray(output.logprobs), output.prompt_logprobs)
             if output.token_ids and output.first_index == 0:
                 delta.sources = output.request.prompt_sources
             if output.finish_reason is not None:
@@ -182,6 +207,8 @@ class GatewayStreams:
             self._metrics.merged.inc()
             unsent.token_ids += delta.token_ids
             unsent.sources = unsent.sources or delta.sources
+            if unsent.logprobs is not None and delta.logprobs is not None:
+                unsent.logprobs.output += delta.logprobs.output
             unsent.ending = delta.ending
         gateway.wake.set()
 
@@ -200,6 +227,26 @@ class GatewayStreams:
             return
         tokens = request.token_ids[request.num_prompt_tokens + next_index :]
         if tokens or owned.ending is not None:
-            gateway.outbox[client_request_id] = Delta(
-                client_request_id, next_index, list(tokens), request.prompt_sources, owned.ending
-            )
+            delta = Delta(client_request_id, next_index, list(tokens), request.prompt_sources, owned.ending)
+            if request.logprobs is not None:
+                prompt_rows = bytes(request.logprobs.prompt) if next_index == 0 else b""
+                delta.logprobs = DeltaLogprobs(request.logprobs.output_from(next_index), prompt_rows)
+            gateway.outbox[client_request_id] = delta
+
+
+def _take_message(outbox: dict[str, Delta]) -> list[Delta]:
+    """All unsent deltas, or the first of them whose log-probabilities fill a message."""
+    num_bytes = 0
+    deltas = list(outbox.values())
+    for count, delta in enumerate(deltas, start=1):
+        if delta.logprobs is not None:
+            num_bytes += delta.logprobs.num_bytes
+            if num_bytes > MAX_LOGPROB_BYTES:
+                del deltas[count:]
+                break
+    if len(deltas) == len(outbox):
+        outbox.clear()
+    else:
+        for delta in deltas:
+            del outbox[delta.request_id]
+    return deltas

@@ -1,6 +1,6 @@
 """Every metric of the scheduler: the engine's, under the reference's names, and its own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -8,10 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from reprise_core.models import WorkerCapacity
 from reprise_core.requests import FinishReason
 from reprise_scheduler.kv_cache.miss_reasons import MissKind
+from reprise_scheduler.offload_metrics import OffloadMetrics
 from reprise_scheduler.sched.backpressure import QueueLimit
+from reprise_scheduler.sched.load_cost import LoadSkip
 from reprise_scheduler.sched.outputs import Counters, Output
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
+from reprise_scheduler.tier_events import TierEventCounters
 
 F = TypeVar("F", Gauge, Counter)
 
@@ -82,8 +85,58 @@ class EventMetrics:
         self.batches = Counter(prefix + "batches", "Event batches sent", registry=registry)
         self.events = Counter(prefix + "events", "Events sent", registry=registry)
         self.dropped_batches = Counter(
-            prefix + "dropped_batches", "Event batches dropped because the queue was full", registry=registry
+            prefix + "dropped_batches",
+            "Event batches dropped because the queue was full or there was no publisher",
+            registry=registry,
         )
+        self.record_blocks = Gauge(
+            prefix + "record_blocks", "Blocks in the record that the publisher can ask for", registry=registry
+        )
+        self.record_overflowed = Gauge(
+            prefix + "record_overflowed", "1 while blocks are missing in it at its limit", registry=registry
+        )
+        self.states = Counter(
+            prefix + "states",
+            "States for the publisher, by what happened: begun, sent, given_up",
+            ["outcome"],
+            registry=registry,
+        )
+        self.refused = Counter(
+            prefix + "refused",
+            "Messages of a publisher that were refused, by cause: version, malformed, epoch",
+            ["cause"],
+            registry=registry,
+        )
+        self.silent = Gauge(
+            prefix + "silent", "1 when blocks are cached and their events do not go out", registry=registry
+        )
+
+
+class TierMetrics:
+    """Events of the tiers below the device."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        prefix = "reprise_scheduler_"
+        self.watching = Gauge(
+            prefix + "tier_watching", "1 while the store tells of its tiers", registry=registry
+        )
+        self.breaks = Counter(prefix + "tier_watch_breaks", "Times the store was lost", registry=registry)
+        self._rising = {
+            field: _Rising(Counter(prefix + name, text, registry=registry))
+            for field, name, text in (
+                ("stored", "tier_blocks_stored", "Blocks announced in a tier"),
+                ("removed", "tier_blocks_removed", "Blocks taken back"),
+                (
+                    "unknown",
+                    "tier_blocks_unknown",
+                    "Blocks that a tier has and that this engine does not know, so not announced",
+                ),
+            )
+        }
+
+    def show(self, counters: TierEventCounters) -> None:
+        for field, rising in self._rising.items():
+            rising.set(getattr(counters, field))
 
 
 def step_overhead(registry: CollectorRegistry) -> Histogram:
@@ -132,6 +185,13 @@ class EngineMetrics:
         )
         self._waiting_capacity = by_reason.labels(**self._names, reason="capacity")
         self._waiting_deferred = by_reason.labels(**self._names, reason="deferred")
+        by_stage = self._family(
+            Gauge, "num_requests_kv_fetch_by_stage", "Requests that get blocks from the store", "stage"
+        )
+        self._fetch_stages = {
+            stage: by_stage.labels(**self._names, stage=stage)
+            for stage in ("waiting_to_start", "in_progress", "completed_waiting")
+        }
         self._waiting_tokens = Gauge(
             "reprise_scheduler_waiting_tokens", "Tokens of the requests that wait", registry=registry
         )
@@ -211,6 +271,7 @@ class EngineMetrics:
         self.rejected = {
             limit: rejections.labels(model_name=model_name, reason=limit.value) for limit in QueueLimit
         }
+        self.offload = OffloadMetrics(registry, self._names)
         self._own_counters(registry)
 
     def _own_counters(self, registry: CollectorRegistry) -> None:
@@ -229,6 +290,21 @@ class EngineMetrics:
             registry=registry,
         )
         self._misses = {kind: _Rising(misses.labels(reason=kind.value)) for kind in MissKind}
+        skipped = Counter(
+            prefix + "loads_skipped",
+            "Requests of which blocks that the store has were computed, by why",
+            ("reason",),
+            registry=registry,
+        )
+        self._skipped = {
+            "loads_skipped_slower": skipped.labels(reason=LoadSkip.SLOWER.value),
+            "loads_skipped_no_room": skipped.labels(reason=LoadSkip.NO_ROOM.value),
+        }
+        self._loading_blocks = Gauge(
+            prefix + "loading_blocks",
+            "Blocks that loads fill, or have filled for requests that do not run yet",
+            registry=registry,
+        )
         self._own = {
             field: Counter(prefix + field, text, registry=registry)
             for field, text in (
@@ -248,10 +324,10 @@ class EngineMetrics:
         if num_tokens:
             self._step_tokens.observe(num_tokens)
 
-    def observe_outputs(self, outputs: Iterable[Output], now_s: float) -> None:
+    def observe_outputs(self, outputs: Sequence[Output], now_s: float) -> None:
+        self._generation_tokens.inc(sum(len(output.token_ids) for output in outputs))
         for output in outputs:
             request = output.request
-            self._generation_tokens.inc(len(output.token_ids))
             if output.token_ids and request.last_token_s is None:
                 self._ttft.observe(now_s - request.arrival_s)
                 self._observe_prompt(request)
@@ -298,7 +374,11 @@ class EngineMetrics:
 
     def refresh(self, scheduler: Scheduler) -> None:
         """Gauges, and counters that the pure part keeps as sums; called before every scrape."""
-        deferred = len(scheduler.connector.looking_up) + len(scheduler.loading)
+        waiting_to_load = len(scheduler.connector.looking_up) + len(scheduler.gate.deferred)
+        deferred = waiting_to_load + len(scheduler.loading)
+        self._fetch_stages["waiting_to_start"].set(waiting_to_load)
+        self._fetch_stages["in_progress"].set(len(scheduler.loading))
+        self._fetch_stages["completed_waiting"].set(scheduler.gate.num_loaded)
         self._running.set(len(scheduler.running))
         self._waiting.set(scheduler.num_waiting)
         self._waiting_capacity.set(len(scheduler.waiting))
@@ -317,7 +397,9 @@ class EngineMetrics:
         self._pinned_blocks.set(scheduler.manager.num_pinned_blocks)
         for kind, rising in self._misses.items():
             rising.set(scheduler.lookup_misses[kind])
-        for field, counter in self._own.items():
+        self._loading_blocks.set(scheduler.gate.num_held_blocks)
+        self.offload.refresh(scheduler)
+        for field, counter in (*self._own.items(), *self._skipped.items()):
             counter.inc(getattr(now, field) - getattr(seen, field))
         self._seen = now.copy()
 

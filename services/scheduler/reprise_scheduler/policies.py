@@ -5,7 +5,7 @@ from functools import partial
 from reprise_core.errors import InvalidInput
 from reprise_scheduler.kv_cache.policy_loading import load_policy
 from reprise_scheduler.kv_cache.tenant_shares import TenantShares
-from reprise_scheduler.sched.scheduler import PolicyMaker
+from reprise_scheduler.sched.state import PolicyMaker
 from reprise_scheduler.settings import SchedulerSettings
 
 

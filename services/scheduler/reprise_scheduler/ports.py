@@ -1,29 +1,48 @@
 """What the scheduler needs from outside."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from reprise_core.block_record import BlockRecord
 from reprise_core.ids import BlockHash
 from reprise_core.kv_events import KvEvent
 from reprise_core.models import ModelInfo, WorkerCapacity
 from reprise_core.steps import StepPlan, StepResult, TransferReport
+from reprise_wire.store_codec import StoreStats, TierUpdate
 
 
 class ExternalBlocks(Protocol):
     """The store's control side, for one model."""
 
     async def lookup(
-        self, model_fingerprint: str, num_groups: int, block_hashes: Sequence[BlockHash]
+        self, model_fingerprint: str, group_ids: Sequence[int], block_hashes: Sequence[BlockHash]
     ) -> tuple[tuple[str, ...], int]:
-        """Per block from the front the tier that has it, and the generation. Raises RepriseError."""
+        """Per block from the front the tier that has it for each of the groups, up to the first that is
+        missing, and the generation. Raises RepriseError."""
 
     async def reset(self, model_fingerprint: str) -> int:
         """Clears the model's blocks in every tier; the new generation. Raises RepriseError."""
+
+    async def stats(self) -> StoreStats:
+        """Raises RepriseError."""
+
+    def watch_tiers(self, model_fingerprint: str) -> AsyncIterator[TierUpdate]:
+        """What the tiers have of the model, then every change. Ends, or raises RepriseError, when the store
+        is lost."""
 
 
 class EventSink(Protocol):
     def send(self, events: Sequence[KvEvent]) -> None:
         """Never blocks; what cannot be queued is dropped and leaves a gap."""
+
+    def refresh_metrics(self, *, has_cached_blocks: bool) -> None:
+        """About once a second, with what the cache itself says."""
+
+
+class RecordedEvents(EventSink, Protocol):
+    @property
+    def record(self) -> BlockRecord:
+        """Of all events that were sent, dropped ones too."""
 
 
 class PlanSink(Protocol):

@@ -16,12 +16,13 @@ class Mark(IntEnum):
     SENT = 4  # the next plan's frames were given to the socket
     PUBLISHED = 5  # the event batch too
     DELIVERED = 6  # tokens are in the gateways' outboxes
-    HANDED_OVER = 7  # the last gateway's message was given to gRPC
+    HANDED_OVER = 7  # the last gateway's message was given to gRPC: all outboxes are empty
 
 
 class Probe(Protocol):
     def mark(self, mark: Mark) -> None:
-        """A turn's marks come in order; a turn without a plan lacks some."""
+        """A turn's marks come in order; a turn without a plan lacks some. HANDED_OVER comes when the
+        gateways have taken what all turns before it delivered, perhaps in a later turn."""
 
 
 class OverheadProbe:

@@ -15,6 +15,7 @@ from reprise.v1.engine_pb2_grpc import EngineServicer
 from reprise_core.errors import DeadlineExceeded, InvalidInput, NotFound, RepriseError
 from reprise_core.extra_keys import HashInputs, LoraAdapter
 from reprise_core.ids import RequestId
+from reprise_core.logprobs import MAX_LOGPROBS, MAX_PROMPT_LOGPROB_BYTES, row_nbytes
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
 from reprise_scheduler.engine_loop import EngineLoop
 from reprise_scheduler.gateway_streams import Delta, Ending, Gateway, GatewayStreams, OwnedRequest
@@ -77,7 +78,8 @@ class EngineRpc(EngineServicer):
             await context.send_initial_metadata(())
             while (deltas := await self._streams.next_deltas(gateway, token)) is not None:
                 response = pb.StreamResponse(deltas=[_delta_to_proto(delta) for delta in deltas])
-                self._probe.mark(Mark.HANDED_OVER)
+                if self._streams.all_taken:
+                    self._probe.mark(Mark.HANDED_OVER)
                 yield response
         finally:
             reader.cancel()
@@ -245,6 +247,26 @@ def _check(message: pb.Submit, loop: EngineLoop) -> None:
         raise InvalidInput("temperature", f"{sampling.temperature}, must be 0 or more")
     if sampling.temperature > 0 and not 0 < sampling.top_p <= 1:
         raise InvalidInput("top_p", f"{sampling.top_p}, must be above 0 and at most 1")
+    _check_logprobs(message, min(MAX_LOGPROBS, loop.model.vocab_size))
+
+
+def _check_logprobs(message: pb.Submit, most: int) -> None:
+    sampling = message.sampling
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count > most:
+            raise InvalidInput(name, f"{count}, must be at most {most}")
+    if not sampling.HasField("prompt_logprobs"):
+        return
+    if message.num_output_tokens:
+        raise InvalidInput("prompt_logprobs", "not allowed for a request that has output tokens already")
+    num_bytes = len(message.token_ids) * row_nbytes(sampling.prompt_logprobs)
+    if num_bytes > MAX_PROMPT_LOGPROB_BYTES:
+        raise InvalidInput(
+            "prompt_logprobs",
+            f"{sampling.prompt_logprobs} for {len(message.token_ids)} tokens make {num_bytes} bytes, at most"
+            f" {MAX_PROMPT_LOGPROB_BYTES} are allowed",
+        )
 
 
 def _check_pin(message: pb.Submit, settings: SchedulerSettings) -> None:
@@ -265,6 +287,8 @@ def _sampling(message: pb.SamplingParams) -> SamplingParams:
         min_tokens=message.min_tokens,
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -273,13 +297,17 @@ def _lora(message: pb.Submit) -> LoraAdapter | None:
 
 
 def _delta_to_proto(delta: Delta) -> pb.RequestDelta:
-    return pb.RequestDelta(
+    message = pb.RequestDelta(
         request_id=delta.request_id,
         first_index=delta.first_index,
         token_ids=delta.token_ids,
         prompt_usage=_usage(delta.sources) if delta.sources is not None else None,
         finished=_finished(delta.ending) if delta.ending is not None else None,
     )
+    if delta.logprobs is not None:
+        message.logprobs = bytes(delta.logprobs.output)
+        message.prompt_logprobs = delta.logprobs.prompt
+    return message
 
 
 def _pin_to_proto(pin: Pin, now_s: float) -> pb.Pin:

@@ -8,6 +8,7 @@ from reprise_core.hash_algorithms import HashAlgorithm
 from reprise_runtime import tracing
 from reprise_runtime.settings import settings_config
 from reprise_scheduler.sched.config import KvRole, LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
+from reprise_scheduler.sched.load_cost import LoadRule
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -44,7 +45,8 @@ class SchedulerSettings(tracing.TracedSettings):
     enable_chunked_prefill: bool = True
     scheduling_policy: SchedulingPolicy = SchedulingPolicy.FCFS
     async_scheduling: bool = True
-    must_fit: bool = False
+    must_fit: bool = True
+    """Admit a request only when its whole present sequence fits, as the reference does."""
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: HashAlgorithm = HashAlgorithm.SHA256
@@ -64,6 +66,13 @@ class SchedulerSettings(tracing.TracedSettings):
     of the pool."""
     max_external_wait_s: float = 1.0
     max_concurrent_loads: int = 16
+    max_loading_share: Share = 0.5
+    """The part of the pool, 0 to 1, that loads may fill for requests that do not run yet."""
+    load_rule: LoadRule = LoadRule.MEASURED
+    """measured: blocks that are faster computed than loaded are computed; always: whatever the store has
+    is loaded."""
+    tier_events: bool = True
+    """Events tell of the store's tiers too."""
     kv_role: KvRole = KvRole.BOTH
     """kv_both, or only save (kv_producer), or only load (kv_consumer)."""
     kv_load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
@@ -74,6 +83,11 @@ class SchedulerSettings(tracing.TracedSettings):
     """How long a gateway's requests go on after its stream broke."""
     event_queue_batches: int = 10_000
     """Event batches that wait for the publisher; one more is dropped and leaves a gap."""
+    event_record_blocks: int = Field(default=1_000_000, ge=1)
+    """Blocks of all tiers that are remembered for a publisher that asks; about 300 bytes each, as far as
+    there are any."""
+    event_integer_hashes: bool = True
+    """Events name blocks by the low 64 bits of their hashes; False = by all bytes."""
 
     def scheduler_config(self, *, max_model_len: int, worker_max_tokens: int) -> SchedulerConfig:
         """With the worker's limits: it computes no more tokens in a step than it has room for."""
@@ -92,6 +106,8 @@ class SchedulerSettings(tracing.TracedSettings):
             async_scheduling=self.async_scheduling,
             max_external_wait_s=self.max_external_wait_s,
             max_concurrent_loads=self.max_concurrent_loads,
+            max_loading_share=self.max_loading_share,
+            load_rule=self.load_rule,
             kv_role=self.kv_role,
             load_failure_policy=self.kv_load_failure_policy,
         )

@@ -8,7 +8,15 @@ from reprise_runtime.logs import LimitedLog, get_logger
 from reprise_store.breaker import CircuitBreaker
 from reprise_store.keys import Scope
 from reprise_store.metrics import StoreMetrics
-from reprise_store.ports import Backend, BackendBusy, BackendDown, Presence, Value, Values
+from reprise_store.ports import (
+    Backend,
+    BackendBusy,
+    BackendDown,
+    BackendPartlyDown,
+    Presence,
+    Value,
+    Values,
+)
 
 T = TypeVar("T")
 
@@ -62,19 +70,23 @@ class ExternalTier:
     async def get(self, scope: Scope, keys: Sequence[str]) -> Values:
         return await self._guard(lambda: self._backend.get(scope, keys))
 
-    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> list[bool]:
+    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> Sequence[bool | None]:
         """Callers ask `writable` first and always await the answer: it settles the probe."""
         try:
             taken = await self._guard(lambda: self._backend.put(scope, items))
-        except (BackendDown, BackendBusy):
-            self._writes.failed()
+        except (BackendDown, BackendBusy) as error:
+            # Keys of one node that is away say nothing about the others, but a probe must be settled.
+            if not isinstance(error, BackendPartlyDown) or not self._writes.closed:
+                self._writes.failed()
             self._show()
             raise
-        if all(taken):
-            self._writes.succeeded()
-        else:
-            self._limited.warning(self._log, "redis takes no writes: no room", num_refused=taken.count(False))
+        num_refused = sum(not one for one in taken)
+        if num_refused:
+            self._limited.warning(self._log, "redis did not take some writes", num_refused=num_refused)
+        if False in taken:
             self._writes.failed()
+        else:
+            self._writes.succeeded()
         self._show()
         return taken
 
@@ -113,6 +125,10 @@ class ExternalTier:
             answer = await call()
         except BackendBusy:
             self._metrics.redis_failures.labels("busy").inc()
+            raise
+        except BackendPartlyDown:
+            # Some of its servers answer, so the others' keys must not be given up.
+            self._metrics.redis_failures.labels("node").inc()
             raise
         except BackendDown as error:
             self._failed(error)

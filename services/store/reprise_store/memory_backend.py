@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 
 from reprise_store.keys import Scope
 from reprise_store.ports import Presence, Value, Values
+from reprise_store.tier_changes import TierChanges
+from reprise_wire.store_codec import StoreTier
 
 
 class MemoryBackend:
@@ -15,14 +17,19 @@ class MemoryBackend:
     """
 
     def __init__(
-        self, capacity_bytes: int, on_evict: Callable[[int], None] = lambda num_blocks: None
+        self,
+        capacity_bytes: int,
+        on_evict: Callable[[int], None] = lambda num_blocks: None,
+        changes: TierChanges | None = None,
     ) -> None:
+        """`changes` hears of every block that comes and goes."""
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
         self._blocks: OrderedDict[str, tuple[Scope, Value]] = OrderedDict()
         self._keys: dict[Scope, set[str]] = {}
         self._generations: dict[Scope, int] = {}
         self._on_evict = on_evict
+        self._changes = changes
 
     @property
     def num_blocks(self) -> int:
@@ -41,9 +48,10 @@ class MemoryBackend:
 
     def keep(self, scope: Scope, key: str, value: Value) -> bool:
         """False when the value alone exceeds the capacity; else it is kept and older ones make room."""
-        self.drop(key)
         if len(value) > self.capacity_bytes:
+            self.drop(key)
             return False
+        self._forget(key)  # not gone: replaced
         num_evicted = 0
         while self.num_bytes + len(value) > self.capacity_bytes:
             self.drop(next(iter(self._blocks)))
@@ -53,21 +61,32 @@ class MemoryBackend:
         self._blocks[key] = (scope, value)
         self._keys.setdefault(scope, set()).add(key)
         self.num_bytes += len(value)
+        if self._changes is not None:
+            self._changes.stored(StoreTier.HOST, key)
         return True
 
     def drop(self, key: str) -> None:
+        if self._forget(key) and self._changes is not None:
+            self._changes.removed(StoreTier.HOST, key)
+
+    def _forget(self, key: str) -> bool:
+        """Whether it was there."""
         entry = self._blocks.pop(key, None)
         if entry is None:
-            return
+            return False
         scope, value = entry
         self.num_bytes -= len(value)
         keys = self._keys[scope]
         keys.remove(key)
         if not keys:
             del self._keys[scope]
+        return True
+
+    def names(self, scope: Scope) -> list[str]:
+        return list(self._keys.get(scope, ()))
 
     def clear(self, scope: Scope) -> int:
-        keys = list(self._keys.get(scope, ()))
+        keys = self.names(scope)
         for key in keys:
             self.drop(key)
         return len(keys)

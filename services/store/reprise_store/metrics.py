@@ -20,6 +20,15 @@ class StoreMetrics:
         self.host_capacity_bytes = gauge("host_capacity_bytes", "Limit of the host tier")
         self.host_blocks = gauge("host_blocks", "Blocks in the host tier")
         self.host_evictions = counter("host_evictions", "Blocks that left the host tier to make room")
+        self.disk_bytes = gauge("disk_bytes", "Block bytes in the disk tier")
+        self.disk_capacity_bytes = gauge("disk_capacity_bytes", "Limit of the disk tier; 0 = none")
+        self.disk_blocks = gauge("disk_blocks", "Blocks in the disk tier")
+        self.disk_evictions = counter("disk_evictions", "Blocks that left the disk tier to make room")
+        self.disk_queue_bytes = gauge("disk_queue_bytes", "Block bytes waiting to be written to disk")
+        self.disk_dropped = counter(
+            "disk_dropped", "Blocks not written to disk: queue_full, io_error, unavailable or stale", "reason"
+        )
+        self.disk_read_failures = counter("disk_read_failures", "Blocks whose file could not be read")
         self.lookup_blocks = counter("lookup_blocks", "Blocks asked for in look-ups")
         self.lookup_hits = counter("lookup_hits", "Blocks that look-ups found, by tier", "tier")
         self.loads = counter("loads", "Blocks asked for in loads, by where they were", "tier", "outcome")
@@ -36,6 +45,11 @@ class StoreMetrics:
         self.refused = counter("refused", "Transfers refused, by reason", "reason")
         self.malformed = counter("malformed", "Messages that are none of this protocol")
         self.replies_dropped = counter("replies_dropped", "Answers whose worker was gone or did not read")
+        self.memory_peers = gauge("memory_peers", "Workers that share memory with this store")
+        self.memory_leases = gauge("memory_leases", "Answers whose values a worker may still be reading")
+        self.memory_leases_expired = counter("memory_leases_expired", "Leases that nobody released in time")
+        self.memory_bytes = gauge("memory_bytes", "Pages of the shared arena")
+        self.memory_full = counter("memory_full", "Values that found no room in the shared arena")
         self.loads_waiting = gauge("loads_waiting", "Loads received and not yet answered")
         self.lookup_seconds = seconds("lookup_seconds", "Time of a look-up")
         self.load_seconds = seconds("load_seconds", "Time of a load, from message to answer")
@@ -45,8 +59,21 @@ class StoreMetrics:
         )
         self.redis_failures = counter("redis_failures", "Failed calls to Redis, by kind", "kind")
         self.redis_up = gauge("redis_up", "1 while Redis answers; 0 without one")
+        self.codec_bytes = counter(
+            "codec_bytes", "Bytes of blocks written with a codec: plain, and as stored", "form"
+        )
+        self.values_refused = counter(
+            "values_refused", "Stored values that could not be expanded: codec, length or damaged", "reason"
+        )
         self.resets = counter("resets", "Resets, by outcome", "outcome")
         self.swept_blocks = counter("swept_blocks", "Blocks of earlier generations deleted from Redis")
+        self.tier_watchers = gauge("tier_watchers", "Engines that hear of blocks coming and going")
+        self.tier_watch_restarts = counter(
+            "tier_watch_restarts", "Watchers that fell behind and were sent everything anew"
+        )
+        self.tier_changes_forgotten = counter(
+            "tier_changes_forgotten", "Blocks past the number that is followed, told as removed"
+        )
         self.generation_changes = counter(
             "generation_changes", "Times a scope was found at another generation than before"
         )

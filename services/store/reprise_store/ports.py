@@ -20,6 +20,10 @@ class BackendDown(RepriseError):
     kind = ErrorKind.UNAVAILABLE
 
 
+class BackendPartlyDown(BackendDown):
+    """One of several servers cannot be used; it says nothing about the keys of the others."""
+
+
 class BackendBusy(RepriseError):
     """Our own limit on calls in flight held for too long; says nothing about the place's health."""
 
@@ -52,8 +56,9 @@ class Backend(Protocol):
 
     async def get(self, scope: Scope, keys: Sequence[str]) -> Values: ...
 
-    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> list[bool]:
-        """Replaces what is there. False for each value that the place has no room for."""
+    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> Sequence[bool | None]:
+        """Replaces what is there. False for each value that the place has no room for; None where one of
+        several servers did not take it, and others took theirs."""
 
     async def ensure_generation(self, scope: Scope, proposal: int) -> int:
         """The scope's generation; becomes `proposal` when there is none."""
@@ -63,3 +68,32 @@ class Backend(Protocol):
 
     async def delete_stale(self, scope: Scope, generation: int) -> int:
         """Deletes the scope's blocks of other generations, a little at a time; how many went."""
+
+
+class Disk(Protocol):
+    """The tier between host memory and Redis; its index is in memory, so asking it costs nothing."""
+
+    capacity_bytes: int
+    num_bytes: int
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def names(self, scope: Scope) -> list[str]: ...
+
+    def offer(self, scope: Scope, name: str, value: Value) -> bool:
+        """Never waits. False: dropped and counted."""
+
+    async def read(self, names: Sequence[str]) -> list[Value | None]:
+        """None where there is none, or it cannot be read."""
+
+    def drop(self, name: str) -> None: ...
+
+    def at_generation(self, scope: Scope, generation: int) -> None:
+        """Forgets the scope's blocks of other generations."""
+
+    async def ensure_generation(self, scope: Scope, proposal: int) -> int: ...
+
+    async def advance_generation(self, scope: Scope, proposal: int) -> int: ...

@@ -1,11 +1,11 @@
-"""The store itself: host memory in front of an external tier, one generation per model.
+"""The store itself: host memory and disk in front of an external tier, one generation per model.
 
 Every answer is true for a generation: it is read from Redis after the blocks, in the same round trip.
 While Redis is away the last known one holds, because a reset needs Redis to be there.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from reprise_core.errors import RepriseError
@@ -15,15 +15,19 @@ from reprise_store.generations import Generations
 from reprise_store.keys import Scope, scope_of
 from reprise_store.memory_backend import MemoryBackend
 from reprise_store.metrics import StoreMetrics
-from reprise_store.ports import BackendBusy, BackendDown, Value
+from reprise_store.ports import BackendBusy, BackendDown, Disk, Value
+from reprise_store.tier_changes import TierChanges
 from reprise_store.write_behind import Pending, WriteBehind
-from reprise_wire.block_transfer import BlockKey, Keyspace, redis_key
+from reprise_wire.block_transfer import BlockKey, Keyspace, parse_redis_key, redis_keys
 from reprise_wire.store_codec import StoreLookup, StoreStats, StoreTier
 
 MAX_GENERATION_RACES = 3
 """Look-ups started over because a reset came between; then the answer is "nothing found"."""
 MAX_SWEEPS_WAITING = 256
 """Scopes whose old blocks wait to be deleted; beyond it they are left to expiry and eviction."""
+
+
+Land = Callable[[Sequence[Value | None]], Awaitable[list[Value | None]]]
 
 
 class GenerationChanged(RepriseError):
@@ -36,8 +40,8 @@ class GenerationChanged(RepriseError):
 @dataclass(frozen=True, slots=True)
 class Loaded:
     values: list[Value | None]
-    num_host: int
-    num_external: int
+    tiers: list[StoreTier | None]
+    """Where each was found."""
 
 
 class TieredStore:
@@ -50,13 +54,17 @@ class TieredStore:
         generations: Generations,
         lookup_chunk_keys: int,
         metrics: StoreMetrics,
+        changes: TierChanges | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self._host = host
+        self._disk = disk
         self._external = external
         self._write_behind = write_behind
         self._generations = generations
         self._lookup_chunk_keys = lookup_chunk_keys
         self._metrics = metrics
+        self._changes = changes
         self._sweeps: deque[Scope] = deque(maxlen=MAX_SWEEPS_WAITING)
         self._num_loads = 0
         self._num_saves = 0
@@ -87,37 +95,71 @@ class TieredStore:
         self._check_generation(
             generation, known if known is not None else await self._current_generation(scope)
         )
-        return [self._save_one(scope, keyspace, generation, key, value) for key, value in items]
+        names = redis_keys(keyspace, generation, [key for key, _ in items])
+        values = [value for _, value in items]
+        in_host = [
+            bool(len(value)) and self._host.keep(scope, name, value)
+            for name, value in zip(names, values, strict=True)
+        ]
+        self._count_saves(values, in_host)
+        return [
+            bool(len(value)) and (self._offer_below(scope, generation, name, value) or kept)
+            for name, value, kept in zip(names, values, in_host, strict=True)
+        ]
 
-    async def load(self, keyspace: Keyspace, generation: int, keys: Sequence[BlockKey]) -> Loaded:
-        """Values in the keys' order, None where no tier has one (or Redis cannot be asked)."""
+    async def load(
+        self, keyspace: Keyspace, generation: int, keys: Sequence[BlockKey], land: Land | None = None
+    ) -> Loaded:
+        """Values in the keys' order, None where no tier has one (or Redis cannot be asked).
+
+        `land` moves what comes from elsewhere to where the asker can read it and the host tier keeps it.
+        """
         scope = scope_of(keyspace)
-        names = [redis_key(keyspace, generation, key) for key in keys]
+        names = redis_keys(keyspace, generation, keys)
         values = [self._host.take(name) for name in names]
+        tiers: list[StoreTier | None] = [None if value is None else StoreTier.HOST for value in values]
         missing = [index for index, value in enumerate(values) if value is None]
-        fetched, now = await self._fetch(scope, [names[index] for index in missing])
+        fetched, now = await self._fetch_below(scope, [names[index] for index in missing])
         self._check_generation(generation, now)
-        for index, value in zip(missing, fetched, strict=True):
-            values[index] = value
+        landed = [value for value, _ in fetched]
+        if land is not None and missing:
+            landed = await land(landed)
+            self._check_generation(generation, self._generations.get(scope) or now)
+        for index, value, (_, tier) in zip(missing, landed, fetched, strict=True):
+            values[index], tiers[index] = value, tier
             if value is not None:
                 self._host.keep(scope, names[index], value)
-        num_external = sum(value is not None for value in fetched)
-        loaded = Loaded(values, len(keys) - len(missing), num_external)
-        self._count_load(loaded, values, fetched)
+                if tier is StoreTier.EXTERNAL and self._disk is not None:
+                    self._disk.offer(scope, names[index], value)
+        loaded = Loaded(values, tiers)
+        self._count_load(loaded)
         return loaded
+
+    def evict(self, keyspace: Keyspace, block_hashes: Set[BlockHash], tiers: Set[StoreTier]) -> int:
+        """Frees this store's copies of these blocks (all of the keyspace's, if none is named) in host memory
+        and on disk; how many went. Redis keeps its own."""
+        scope, num_evicted = scope_of(keyspace), 0
+        for tier, place in ((StoreTier.HOST, self._host), (StoreTier.DISK, self._disk)):
+            if tier not in tiers or place is None:
+                continue
+            for name in place.names(scope):
+                owner, _, key = parse_redis_key(name)
+                if owner == keyspace and (not block_hashes or key.block_hash in block_hashes):
+                    place.drop(name)
+                    num_evicted += 1
+        self.show()
+        return num_evicted
 
     async def reset(self, keyspace: Keyspace) -> int:
         """The new generation. Raises BackendDown when Redis is configured and did not take it: then the
         blocks are all still there, in every tier."""
         scope = scope_of(keyspace)
-        authority = self._external or self._host
         try:
-            generation = await authority.advance_generation(scope, self._generations.proposal(scope))
+            generation = await self._authority.advance_generation(scope, self._generations.proposal(scope))
         except RepriseError:
             self._metrics.resets.labels("failed").inc()
             raise
         self._learn(scope, generation)
-        self._host.clear(scope)
         if self._external is not None and scope not in self._sweeps:
             self._sweeps.append(scope)
         self._metrics.resets.labels("done").inc()
@@ -142,6 +184,9 @@ class TieredStore:
             host_bytes=self._host.num_bytes,
             host_capacity_bytes=self._host.capacity_bytes,
             host_blocks=self._host.num_blocks,
+            disk_bytes=self._disk.num_bytes if self._disk else 0,
+            disk_capacity_bytes=self._disk.capacity_bytes if self._disk else 0,
+            disk_blocks=self._disk.num_blocks if self._disk else 0,
             redis_connected=self._external is not None and self._external.up,
             loads=self._num_loads,
             saves=self._num_saves,
@@ -167,17 +212,40 @@ class TieredStore:
         blocks_per_chunk = max(1, self._lookup_chunk_keys // len(parts))
         for start in range(0, max(1, len(block_hashes)), blocks_per_chunk):
             chunk = block_hashes[start : start + blocks_per_chunk]
-            names = [
-                [redis_key(keyspace, generation, BlockKey(rank, group_id, block)) for rank, group_id in parts]
-                for block in chunk
-            ]
-            absent = [name for block in names for name in block if not self._host.has(name)]
+            keys = [BlockKey(rank, group_id, block) for block in chunk for rank, group_id in parts]
+            flat = redis_keys(keyspace, generation, keys)
+            names = [flat[first : first + len(parts)] for first in range(0, len(flat), len(parts))]
+            where = {name: self._local_tier(name) for name in flat}
+            absent = [name for name, tier in where.items() if tier is None]
             found, seen = await self._find(scope, absent)
-            chunk_tiers = _tiers_of(names, set(absent), found)
+            where.update(dict.fromkeys(found, StoreTier.EXTERNAL))
+            chunk_tiers = _tiers_of(names, where)
             tiers += chunk_tiers
             if seen != generation or len(chunk_tiers) < len(chunk):
                 break
         return tiers, seen
+
+    def _local_tier(self, name: str) -> StoreTier | None:
+        if self._host.has(name):
+            return StoreTier.HOST
+        return StoreTier.DISK if self._disk is not None and self._disk.has(name) else None
+
+    async def _fetch_below(
+        self, scope: Scope, names: Sequence[str]
+    ) -> tuple[list[tuple[Value | None, StoreTier | None]], int]:
+        """These values from the tiers below the host with where each was, and the generation after that."""
+        on_disk = await self._disk.read(names) if self._disk is not None else [None] * len(names)
+        rest = [index for index, value in enumerate(on_disk) if value is None]
+        fetched: list[tuple[Value | None, StoreTier | None]] = [(value, StoreTier.DISK) for value in on_disk]
+        values, now = await self._fetch(scope, [names[index] for index in rest])
+        for index, value in zip(rest, values, strict=True):
+            fetched[index] = (value, None if value is None else StoreTier.EXTERNAL)
+        return fetched, now
+
+    @property
+    def _authority(self) -> ExternalTier | Disk | MemoryBackend:
+        """Who keeps the generations: the tier that lives longest and is shared most."""
+        return self._external or self._disk or self._host
 
     async def _find(self, scope: Scope, names: Sequence[str]) -> tuple[set[str], int]:
         """Which of these the external tier has, and the generation after that."""
@@ -199,6 +267,10 @@ class TieredStore:
             got = await self._external.get(scope, names)
         except (BackendDown, BackendBusy):
             return nothing, self._generations.provisional(scope)
+        if self._changes is not None:
+            for name, value in zip(names, got.values, strict=True):
+                tell = self._changes.removed if value is None else self._changes.stored
+                tell(StoreTier.EXTERNAL, name)
         return got.values, await self._settle(scope, got.generation)
 
     async def _current_generation(self, scope: Scope, *, fresh: bool = False) -> int:
@@ -206,9 +278,8 @@ class TieredStore:
         known = self._generations.get(scope)
         if known is not None and not fresh:
             return known
-        authority = self._external or self._host
         try:
-            generation = await authority.ensure_generation(scope, self._generations.proposal(scope))
+            generation = await self._authority.ensure_generation(scope, self._generations.proposal(scope))
         except (BackendDown, BackendBusy):
             return self._generations.provisional(scope)
         return self._learn(scope, generation)
@@ -222,59 +293,69 @@ class TieredStore:
         )
 
     def _learn(self, scope: Scope, generation: int) -> int:
+        if self._changes is not None:
+            self._changes.at_generation(scope, generation)
+        is_news = self._generations.get(scope) != generation
         if self._generations.learn(scope, generation):
             self._metrics.generation_changes.inc()
             self._host.clear(scope)
             if self._write_behind is not None:
                 self._write_behind.forget(scope, generation)
+        if is_news and self._disk is not None:
+            self._disk.at_generation(scope, generation)
         return generation
 
     def _check_generation(self, begun: int, now: int) -> None:
         if begun != now:
             raise GenerationChanged(begun, now)
 
-    def _save_one(
-        self, scope: Scope, keyspace: Keyspace, generation: int, key: BlockKey, value: Value
-    ) -> bool:
-        if not len(value):
-            return False
-        name = redis_key(keyspace, generation, key)
-        in_host = self._host.keep(scope, name, value)
-        self._num_saves += 1
-        if self._host.capacity_bytes:
-            self._metrics.saves.labels("host", "written" if in_host else "dropped").inc()
-        if in_host:
-            self._metrics.save_bytes.labels("host").inc(len(value))
+    def _offer_below(self, scope: Scope, generation: int, name: str, value: Value) -> bool:
+        """Whether disk or Redis will get it."""
+        on_disk = self._disk is not None and self._disk.offer(scope, name, value)
         queued = self._write_behind is not None and self._write_behind.offer(
             Pending(scope, generation, name, value)
         )
-        return in_host or queued
+        return on_disk or queued
+
+    def _count_saves(self, values: Sequence[Value], in_host: Sequence[bool]) -> None:
+        num_saves, num_kept = sum(len(value) > 0 for value in values), sum(in_host)
+        self._num_saves += num_saves
+        if self._host.capacity_bytes:
+            num_bytes = sum(len(value) for value, kept in zip(values, in_host, strict=True) if kept)
+            self._metrics.saves.labels("host", "written").inc(num_kept)
+            self._metrics.saves.labels("host", "dropped").inc(num_saves - num_kept)
+            self._metrics.save_bytes.labels("host").inc(num_bytes)
 
     def _count_lookup(self, num_blocks: int, tiers: Sequence[StoreTier]) -> None:
         self._metrics.lookup_blocks.inc(num_blocks)
         for tier in set(tiers):
             self._metrics.lookup_hits.labels(tier.value).inc(sum(found is tier for found in tiers))
 
-    def _count_load(
-        self, loaded: Loaded, values: Sequence[Value | None], fetched: Sequence[Value | None]
-    ) -> None:
-        self._num_loads += len(values)
-        num_missing = len(values) - loaded.num_host - loaded.num_external
-        self._metrics.loads.labels("host", "hit").inc(loaded.num_host)
-        self._metrics.loads.labels("external", "hit").inc(loaded.num_external)
-        self._metrics.loads.labels("external", "miss").inc(num_missing)
-        external_bytes = sum(len(value) for value in fetched if value is not None)
-        all_bytes = sum(len(value) for value in values if value is not None)
-        self._metrics.load_bytes.labels("external").inc(external_bytes)
-        self._metrics.load_bytes.labels("host").inc(all_bytes - external_bytes)
+    def _count_load(self, loaded: Loaded) -> None:
+        self._num_loads += len(loaded.values)
+        for tier in StoreTier:
+            sizes = [
+                len(value)
+                for value, found in zip(loaded.values, loaded.tiers, strict=True)
+                if value is not None and found is tier
+            ]
+            if sizes:
+                self._metrics.loads.labels(tier.value, "hit").inc(len(sizes))
+                self._metrics.load_bytes.labels(tier.value).inc(sum(sizes))
+        num_missing = loaded.tiers.count(None)
+        if num_missing:
+            self._metrics.loads.labels("external", "miss").inc(num_missing)
 
 
-def _tiers_of(names: Sequence[Sequence[str]], absent: set[str], found: set[str]) -> list[StoreTier]:
-    """Per block where it is, up to the first that lacks a part. `absent` are the keys not in the host."""
+_SPEED = (StoreTier.HOST, StoreTier.DISK, StoreTier.EXTERNAL)
+
+
+def _tiers_of(names: Sequence[Sequence[str]], where: Mapping[str, StoreTier | None]) -> list[StoreTier]:
+    """Per block the slowest tier that a part of it is in, up to the first that lacks a part."""
     tiers: list[StoreTier] = []
     for parts in names:
-        elsewhere = [name for name in parts if name in absent]
-        if not all(name in found for name in elsewhere):
+        found = [tier for name in parts if (tier := where[name]) is not None]
+        if len(found) < len(parts):
             break
-        tiers.append(StoreTier.EXTERNAL if elsewhere else StoreTier.HOST)
+        tiers.append(max(found, key=_SPEED.index))
     return tiers

@@ -9,6 +9,8 @@ from reprise_store.external_tier import ExternalTier
 from reprise_store.keys import Scope
 from reprise_store.metrics import StoreMetrics
 from reprise_store.ports import BackendBusy, BackendDown, Value
+from reprise_store.tier_changes import TierChanges
+from reprise_wire.store_codec import StoreTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,11 @@ class WriteBehind:
         limit_bytes: int,
         chunk_bytes: int,
         metrics: StoreMetrics,
+        changes: TierChanges | None = None,
     ) -> None:
+        """`changes` hears of every block that was written."""
         self._tier = tier
+        self._changes = changes
         self._limit_blocks = limit_blocks
         self._limit_bytes = limit_bytes
         self._chunk_bytes = chunk_bytes
@@ -47,6 +52,8 @@ class WriteBehind:
         self._idle = asyncio.Event()
         self._idle.set()
         self.num_dropped = 0
+        metrics.save_queue_blocks.set_function(lambda: len(self._queue))
+        metrics.save_queue_bytes.set_function(lambda: self._num_bytes)
 
     def offer(self, pending: Pending) -> bool:
         """Never waits. False: dropped and counted."""
@@ -58,7 +65,6 @@ class WriteBehind:
         self._num_bytes += nbytes
         self._idle.clear()
         self._arrived.set()
-        self._show()
         return True
 
     def forget(self, scope: Scope, generation: int) -> None:
@@ -69,7 +75,6 @@ class WriteBehind:
             self._queue = deque(kept)
             self._num_bytes = sum(len(item.value) for item in kept)
             self._drop("stale", num_stale)
-            self._show()
 
     async def write_forever(self) -> None:
         """One writer; several may run beside each other."""
@@ -103,7 +108,6 @@ class WriteBehind:
             batch.append(self._queue.popleft())
             nbytes += len(batch[-1].value)
         self._num_bytes -= nbytes
-        self._show()
         return batch
 
     async def _write(self, batch: list[Pending]) -> None:
@@ -118,15 +122,16 @@ class WriteBehind:
             return
         self._metrics.save_seconds.observe(monotonic() - started_s)
         written = [item for item, was_taken in zip(batch, taken, strict=True) if was_taken]
+        if self._changes is not None:
+            for item in written:
+                self._changes.stored(StoreTier.EXTERNAL, item.key)
         self._metrics.saves.labels("external", "written").inc(len(written))
         self._metrics.save_bytes.labels("external").inc(sum(len(item.value) for item in written))
-        self._drop("no_room", len(batch) - len(written))
+        if len(written) < len(batch):
+            self._drop("no_room", sum(one is False for one in taken))
+            self._drop("unavailable", sum(one is None for one in taken))
 
     def _drop(self, reason: str, num_blocks: int) -> None:
         self.num_dropped += num_blocks
         self._metrics.saves_dropped.labels(reason).inc(num_blocks)
         self._metrics.saves.labels("external", "dropped").inc(num_blocks)
-
-    def _show(self) -> None:
-        self._metrics.save_queue_blocks.set(len(self._queue))
-        self._metrics.save_queue_bytes.set(self._num_bytes)

@@ -75,6 +75,11 @@ class TokenizerRpc(TokenizerServiceServicer):
         )
         return pb.DetokenizeResponse(text=text)
 
+    async def GetTokenBytes(self, request: pb.GetTokenBytesRequest, context: Any) -> pb.GetTokenBytesResponse:
+        token_bytes = self._factory.token_bytes
+        tokens = await self._pool.run("token_bytes", lambda: [*map(token_bytes, request.token_ids)])
+        return pb.GetTokenBytesResponse(tokens=tokens)
+
     async def DetokenizeStream(
         self, request_iterator: AsyncIterator[pb.DetokenizeStreamRequest], context: Any
     ) -> AsyncIterator[pb.DetokenizeStreamResponse]:

@@ -39,6 +39,20 @@ class DecoderFactory:
             return ByteLevelDecoder(self._byte_table, skipped)
         return WindowDecoder(self._tokenizer, skipped, self._byte_ids, prompt_tail_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token by itself adds to a text, which may be a part of a character."""
+        if self._byte_table is not None:
+            return self._byte_table[token_id]
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._byte_ids:
+            return bytes([int(token[3:5], 16)])
+        # Twice less once: by itself it would lose the space that stands before it within a text.
+        once: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        return (twice[len(once) :] if twice.startswith(once) else once).encode()
+
 
 class ByteTable:
     """Token id to bytes for byte-level tokenizers, filled as ids come."""

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -22,6 +23,7 @@ from reprise_worker.adapters.store_link import StoreLink
 from reprise_worker.attention import TorchAttention
 from reprise_worker.fingerprint import model_fingerprint
 from reprise_worker.kv_cache import KvCache
+from reprise_worker.layer_groups import LayerGroup, group_layers
 from reprise_worker.memory import pool_size
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.model import PagedModel, load_model
@@ -90,10 +92,12 @@ class WorkerApp:
         model = load_model(folder, device=_device(settings.device), dtype=settings.dtype)
         backend = TorchAttention()
         model.check(backend, block_size=settings.block_size)
-        info = _model_info(settings, folder, model)
+        groups = group_layers(model.layers, model.windows, hybrid=settings.hybrid_groups == "auto")
+        info = _model_info(settings, folder, model, groups)
         kv = KvCache(
             model.layers,
-            num_blocks=pool_size(settings, model, backend),
+            groups=groups,
+            num_blocks=pool_size(settings, model, groups, backend),
             block_size=settings.block_size,
             dtype=model.dtype,
             device=model.device,
@@ -120,7 +124,15 @@ class WorkerApp:
 
     def _hello(self, info: ModelInfo, kv: KvCache) -> Hello:
         settings = self._settings
-        group = KvGroup(kind="full_attention", block_size=kv.block_size, num_layers=len(kv.layers))
+        groups = tuple(
+            KvGroup(
+                kind="sliding_window" if group.window_tokens else "full_attention",
+                block_size=kv.block_size,
+                num_layers=len(group.layers),
+                window_tokens=group.window_tokens,
+            )
+            for group in kv.groups
+        )
         return Hello(
             worker_id=secrets.token_hex(8),
             rank=settings.rank,
@@ -130,8 +142,7 @@ class WorkerApp:
                 num_blocks=kv.num_blocks,
                 block_size=kv.block_size,
                 block_nbytes=kv.block_nbytes,
-                # One group for now: a layer with a sliding window masks, and keeps all its blocks.
-                groups=(group,),
+                groups=groups,
                 max_num_batched_tokens=settings.step_tokens(on_cuda=kv.keys[0].is_cuda),
             ),
         )
@@ -152,7 +163,7 @@ class WorkerApp:
     def _mover(self, info: ModelInfo, kv: KvCache, scheduler: SchedulerConnection) -> Transfers | NoStore:
         settings = self._settings
         if not settings.store_endpoint:
-            return NoStore(self._metrics, scheduler.send_loads)
+            return NoStore(self._metrics, scheduler.send_transfers)
         transfers = Transfers(
             kv,
             keyspace=Keyspace(settings.namespace, info.fingerprint, tp_size=settings.world_size),
@@ -166,13 +177,16 @@ class WorkerApp:
                 save_timeout_s=settings.save_timeout_s,
             ),
             metrics=self._metrics,
-            report=scheduler.send_loads,
+            report=scheduler.send_transfers,
+            shared_memory=settings.shared_memory,
+            fp8=settings.kv_offload_dtype == "fp8_e4m3",
         )
         link = StoreLink(
             self._context,
             settings.store_endpoint,
             transfers,
             block_nbytes=kv.block_nbytes,
+            shared_memory=settings.shared_memory,
             metrics=self._metrics,
             on_fatal=self._fail,
         )
@@ -187,7 +201,9 @@ def _device(wanted: str) -> torch.device:
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
-def _model_info(settings: WorkerSettings, folder: Path, model: PagedModel) -> ModelInfo:
+def _model_info(
+    settings: WorkerSettings, folder: Path, model: PagedModel, groups: Sequence[LayerGroup]
+) -> ModelInfo:
     longest = settings.max_model_len or model.max_model_len
     if not longest:
         raise InvalidInput("max_model_len", "the model names no limit; give the longest sequence in tokens")
@@ -209,5 +225,7 @@ def _model_info(settings: WorkerSettings, folder: Path, model: PagedModel) -> Mo
             block_size=settings.block_size,
             architecture=model.architecture,
             cache_dir=cache_dir,
+            offload_dtype=settings.kv_offload_dtype,
+            groups=groups,
         ),
     )

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from reprise_worker.batch import Batch, DecodeGroup, PrefillSegment
-from reprise_worker.kv_cache import KvCache, LayerShape
+from reprise_worker.kv_cache import KvCache
+from reprise_worker.layer_groups import LayerShape
 
 IMPLEMENTATION = "reprise_paged"
 STEP_ARGUMENT = "reprise_step"
@@ -55,10 +56,11 @@ class PagedStep:
 
 
 class ShapeProbe:
-    """Stands in for `PagedStep` to learn each layer's K and V shape; gives zeros as attention."""
+    """Stands in for `PagedStep` to learn each layer's K and V shape and window; gives zeros as attention."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
         self.num_calls = 0
 
 
@@ -79,6 +81,7 @@ def paged_attention(
     if isinstance(step, ShapeProbe):
         step.num_calls += 1
         step.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        step.windows[layer] = sliding_window
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
     assert isinstance(step, PagedStep), "the model does not hand the step to its attention"
     step.batch.num_attention_calls += 1
@@ -103,9 +106,11 @@ class TorchAttention:
         value: torch.Tensor,
     ) -> torch.Tensor:
         keys, values = kv.keys[call.layer], kv.values[call.layer]
-        keys[batch.slot_blocks, :, batch.slot_offsets] = key[0].transpose(0, 1)
-        values[batch.slot_blocks, :, batch.slot_offsets] = value[0].transpose(0, 1)
-        plan = batch.plan(call.window_tokens)
+        group_id = kv.group_of[call.layer]
+        slot_blocks = batch.slot_blocks[group_id]
+        keys[slot_blocks, :, batch.slot_offsets] = key[0].transpose(0, 1)
+        values[slot_blocks, :, batch.slot_offsets] = value[0].transpose(0, 1)
+        plan = batch.plan(call.window_tokens, group_id=group_id)
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
         for group in plan.decode:
             out[0, group.rows] = _decode(call, group, query, keys, values)

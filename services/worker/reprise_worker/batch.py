@@ -20,8 +20,8 @@ class Segment:
     start: int
     num_computed: int
     num_new: int
-    blocks: Ids
-    """The blocks that hold tokens [0, num_computed + num_new)."""
+    tables: tuple[Ids, ...]
+    """Per group the blocks that hold tokens [0, num_computed + num_new); of those before a window, any."""
 
     @property
     def context(self) -> int:
@@ -44,7 +44,7 @@ class PrefillSegment:
     start: int
     stop: int
     blocks: torch.Tensor | None  # (1, num_blocks), or None: attends to its own tokens only
-    visible: torch.Tensor | None  # (1, 1, num_new, context), bool, or None: plain causal
+    visible: torch.Tensor | None  # (1, 1, num_new, tokens of the blocks), bool, or None: plain causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,26 @@ class Batch:
 
     token_ids: torch.Tensor  # (1, num_tokens)
     positions: torch.Tensor  # (1, num_tokens)
-    slot_blocks: torch.Tensor  # (num_tokens,), where each token's K and V go
+    slot_blocks: tuple[torch.Tensor, ...]  # per group (num_tokens,), where each token's K and V go
     slot_offsets: torch.Tensor  # (num_tokens,)
-    sample_rows: torch.Tensor  # (num_sampled,), rows whose logits are wanted
+    sample_rows: torch.Tensor  # (num_sampled,), rows after which a token is drawn
+    prompt_rows: torch.Tensor  # (num_prompt_rows,), rows whose logits tell of a prompt's next token
     segments: tuple[Segment, ...]
     block_size: int
     device: torch.device
     num_attention_calls: int = 0
-    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+    _plans: dict[tuple[int, int | None], AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, window_tokens: int | None) -> AttentionPlan:
-        """The plan for layers that see the last `window_tokens` tokens, None for all; made once."""
-        plan = self._plans.get(window_tokens)
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        """Rows whose logits are wanted: first those that draw, then the prompts'."""
+        return torch.cat((self.sample_rows, self.prompt_rows)) if len(self.prompt_rows) else self.sample_rows
+
+    def plan(self, window_tokens: int | None, *, group_id: int = 0) -> AttentionPlan:
+        """The plan for a group's layers that see the last `window_tokens` tokens, None for all; made once."""
+        plan = self._plans.get((group_id, window_tokens))
         if plan is None:
-            plan = self._plans[window_tokens] = _make_plan(self, window_tokens)
+            plan = self._plans[group_id, window_tokens] = _make_plan(self, group_id, window_tokens)
         return plan
 
 
@@ -87,20 +93,31 @@ class ScheduledTokens:
     num_new: int
     sample: bool
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows from the first whose next token is the prompt's; 0 unless the request wants to know of it."""
+        if self.state.sampling.num_prompt_logprobs is None:
+            return 0
+        return max(0, min(self.num_new, self.state.num_prompt_tokens - 1 - self.num_computed))
+
 
 def make_batch(items: Sequence[ScheduledTokens], *, block_size: int, device: torch.device) -> Batch:
-    token_ids, positions, slot_blocks = [], [], []
+    token_ids, positions = [], []
+    slot_blocks: list[list[Ids]] = [[] for _ in items[0].state.tables]
     segments: list[Segment] = []
     sample_rows: list[int] = []
+    prompt_rows: list[int] = []
     start = 0
     for item in items:
         context = item.num_computed + item.num_new
-        blocks = item.state.blocks.view[: -(-context // block_size)]
+        tables = tuple(table.view[: -(-context // block_size)] for table in item.state.tables)
         where = np.arange(item.num_computed, context)
         token_ids.append(item.state.tokens.view[item.num_computed : context])
         positions.append(where)
-        slot_blocks.append(blocks[where // block_size])
-        segments.append(Segment(start, item.num_computed, item.num_new, blocks))
+        for slots, table in zip(slot_blocks, tables, strict=True):
+            slots.append(table[where // block_size])
+        segments.append(Segment(start, item.num_computed, item.num_new, tables))
+        prompt_rows += range(start, start + item.num_prompt_rows)
         start += item.num_new
         if item.sample:
             sample_rows.append(start - 1)
@@ -108,9 +125,10 @@ def make_batch(items: Sequence[ScheduledTokens], *, block_size: int, device: tor
     return Batch(
         token_ids=_tensor(np.concatenate(token_ids), device)[None],
         positions=_tensor(flat_positions, device)[None],
-        slot_blocks=_tensor(np.concatenate(slot_blocks), device),
+        slot_blocks=tuple(_tensor(np.concatenate(slots), device) for slots in slot_blocks),
         slot_offsets=_tensor(flat_positions % block_size, device),
         sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
+        prompt_rows=_tensor(np.array(prompt_rows, dtype=np.int64), device),
         segments=tuple(segments),
         block_size=block_size,
         device=device,
@@ -121,16 +139,17 @@ def _tensor(ids: Ids, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(ids)).to(device)
 
 
-def _make_plan(batch: Batch, window_tokens: int | None) -> AttentionPlan:
+def _make_plan(batch: Batch, group_id: int, window_tokens: int | None) -> AttentionPlan:
     groups: dict[int, list[Segment]] = {}
     prefill: list[PrefillSegment] = []
     for segment in batch.segments:
         if segment.num_new == 1:
-            num_blocks = len(segment.blocks) - _first_block(segment, window_tokens, batch.block_size)
+            first = _first_block(segment, window_tokens, batch.block_size)
+            num_blocks = len(segment.tables[group_id]) - first
             groups.setdefault(_rounded(num_blocks), []).append(segment)
         else:
-            prefill.append(_prefill(segment, batch, window_tokens))
-    decode = tuple(_decode_group(groups[size], batch, window_tokens) for size in sorted(groups))
+            prefill.append(_prefill(segment, batch, group_id, window_tokens))
+    decode = tuple(_decode_group(groups[size], batch, group_id, window_tokens) for size in sorted(groups))
     return AttentionPlan(decode, tuple(prefill))
 
 
@@ -147,12 +166,15 @@ def _first_block(segment: Segment, window_tokens: int | None, block_size: int) -
     return max(0, segment.num_computed - window_tokens + 1) // block_size
 
 
-def _decode_group(segments: list[Segment], batch: Batch, window_tokens: int | None) -> DecodeGroup:
+def _decode_group(
+    segments: list[Segment], batch: Batch, group_id: int, window_tokens: int | None
+) -> DecodeGroup:
+    tables = [segment.tables[group_id] for segment in segments]
     firsts = [_first_block(segment, window_tokens, batch.block_size) for segment in segments]
-    width = max(len(segment.blocks) - first for segment, first in zip(segments, firsts, strict=True))
+    width = max(len(table) - first for table, first in zip(tables, firsts, strict=True))
     blocks = np.zeros((len(segments), width), dtype=np.int64)
-    for row, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
-        blocks[row, : len(segment.blocks) - first] = segment.blocks[first:]
+    for row, (table, first) in enumerate(zip(tables, firsts, strict=True)):
+        blocks[row, : len(table) - first] = table[first:]
     newest = np.array([segment.num_computed for segment in segments])[:, None]
     position = np.array(firsts)[:, None] * batch.block_size + np.arange(width * batch.block_size)
     visible = _visible(position, newest, window_tokens)
@@ -164,17 +186,19 @@ def _decode_group(segments: list[Segment], batch: Batch, window_tokens: int | No
     )
 
 
-def _prefill(segment: Segment, batch: Batch, window_tokens: int | None) -> PrefillSegment:
+def _prefill(segment: Segment, batch: Batch, group_id: int, window_tokens: int | None) -> PrefillSegment:
     stop = segment.start + segment.num_new
     unbounded = window_tokens is None or segment.context <= window_tokens
     if segment.num_computed == 0 and unbounded:
         return PrefillSegment(segment.start, stop, None, None)
+    first = _first_block(segment, window_tokens, batch.block_size)
     newest = np.arange(segment.num_computed, segment.context)[:, None]
-    visible = _visible(np.arange(segment.context), newest, window_tokens)
+    visible = _visible(np.arange(first * batch.block_size, segment.context), newest, window_tokens)
+    blocks = segment.tables[group_id][first:]
     return PrefillSegment(
         start=segment.start,
         stop=stop,
-        blocks=_tensor(segment.blocks, batch.device)[None] if segment.num_computed else None,
+        blocks=_tensor(blocks, batch.device)[None] if segment.num_computed else None,
         visible=torch.from_numpy(visible).to(batch.device)[None, None],
     )
 

@@ -8,10 +8,12 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from reprise_worker.kv_cache import LAYOUT_VERSION
+from reprise_worker.layer_groups import LayerGroup
 from reprise_worker.model_folder import weight_files
 
 _CACHE_NAME = ".reprise-weights-digest.json"
@@ -21,9 +23,17 @@ _IGNORED_CONFIG = frozenset({"transformers_version", "_name_or_path", "use_cache
 
 
 def model_fingerprint(
-    folder: Path, *, dtype: str, block_size: int, architecture: str, cache_dir: Path | None
+    folder: Path,
+    *,
+    dtype: str,
+    block_size: int,
+    architecture: str,
+    cache_dir: Path | None,
+    offload_dtype: str = "auto",
+    groups: Sequence[LayerGroup] = (),
 ) -> str:
-    """32 hexadecimal digits."""
+    """32 hexadecimal digits. `offload_dtype`: blocks that were stored with a loss meet no others; `groups`:
+    nor do blocks of other layers."""
     config = json.loads((folder / "config.json").read_bytes())
     facts = {
         "weights": weights_digest(folder, cache_dir),
@@ -34,6 +44,10 @@ def model_fingerprint(
         "block_size": block_size,
         "kv_layout": LAYOUT_VERSION,
     }
+    if len(groups) > 1:
+        facts["kv_groups"] = [group.layers for group in groups]
+    if offload_dtype != "auto":
+        facts["offload_dtype"] = offload_dtype
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 

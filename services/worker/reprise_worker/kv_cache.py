@@ -1,76 +1,122 @@
 """The paged KV tensors: one slab per block, and per-layer views into all slabs.
 
-A slab holds, for each layer, K as [kv_head, token, key_dim] and then V as [kv_head, token,
-value_dim], contiguous. So one block moves to or from the store as one run of bytes, and the inner
-order is what decode kernels like. K and V dimensions may differ, also between layers.
+A block belongs to one group of layers at a time. A slab holds, for each layer of the group, K as [kv_head,
+token, key_dim] and then V as [kv_head, token, value_dim], contiguous. So one block moves to or from the
+store as one run of bytes, and the inner order is what decode kernels like. K and V dimensions may differ,
+also between layers.
 
 Memory is zeroed: a masked position contributes weight 0, and 0 times a stray NaN would be NaN.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from reprise_wire.block_codec import BlockFormat
+from reprise_worker.layer_groups import LayerGroup, LayerShape, group_layers
+
 LAYOUT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    def numel(self, block_size: int) -> int:
-        """Elements of one block of this layer, K and V."""
-        return self.num_kv_heads * block_size * (self.key_dim + self.value_dim)
+def block_nbytes(
+    layers: Sequence[LayerShape], groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of a block, whichever group has it."""
+    return sum(layer.numel(block_size) for layer in _places(layers, groups)) * dtype.itemsize
 
 
-def block_nbytes(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    return sum(layer.numel(block_size) for layer in layers) * dtype.itemsize
+def _places(layers: Sequence[LayerShape], groups: Sequence[LayerGroup]) -> tuple[LayerShape, ...]:
+    """What lies in a block: the layers of the largest group, whose shapes are those of the others'."""
+    largest = max(groups, key=lambda group: len(group.layers))
+    return tuple(layers[layer] for layer in largest.layers)
 
 
 class KvCache:
-    """`keys[i]` and `values[i]`: views (num_blocks, num_kv_heads, block_size, dim) of layer i."""
+    """`keys[i]` and `values[i]`: views (num_blocks, num_kv_heads, block_size, dim) of layer i, which mean
+    something in blocks of its own group, `group_of[i]`."""
 
     def __init__(
         self,
         layers: Sequence[LayerShape],
         *,
+        groups: Sequence[LayerGroup] = (),
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layers = tuple(layers)
+        """`groups` empty = one of all layers."""
+        self.groups = tuple(groups) or group_layers(layers, [None] * len(layers))
+        self.places = _places(layers, self.groups)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.block_nbytes = block_nbytes(layers, block_size, dtype)
+        self.block_nbytes = block_nbytes(layers, self.groups, block_size, dtype)
         numel = self.block_nbytes // dtype.itemsize
         self._slabs = _zeros((num_blocks, numel), dtype, device)
+        self.dtype = dtype
         self._bytes = self._slabs.view(torch.uint8)
+        self._host_bytes = self._bytes.numpy() if device.type == "cpu" else None
         # Loads run beside the step, on a stream of their own.
         self._load_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        place_of = {
+            layer: (number, place)
+            for number, group in enumerate(self.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        self.group_of = [place_of[layer][0] for layer in range(len(layers))]
+        views = self._views(numel)
+        self.keys = [views[place_of[layer][1]][0] for layer in range(len(layers))]
+        self.values = [views[place_of[layer][1]][1] for layer in range(len(layers))]
+
+    def _views(self, numel: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V at each place of all slabs."""
+        views = []
         offset = 0
-        for layer in layers:
-            for dim, views in ((layer.key_dim, self.keys), (layer.value_dim, self.values)):
-                shape = (num_blocks, layer.num_kv_heads, block_size, dim)
-                strides = (numel, block_size * dim, dim, 1)
-                views.append(self._slabs.as_strided(shape, strides, offset))
-                offset += layer.num_kv_heads * block_size * dim
+        for layer in self.places:
+            pair = []
+            for dim in (layer.key_dim, layer.value_dim):
+                shape = (self.num_blocks, layer.num_kv_heads, self.block_size, dim)
+                pair.append(self._slabs.as_strided(shape, (numel, self.block_size * dim, dim, 1), offset))
+                offset += layer.num_kv_heads * self.block_size * dim
+            views.append((pair[0], pair[1]))
         assert offset == numel
+        return views
 
     def copy_block(self, source: int, target: int) -> None:
         self._slabs[target].copy_(self._slabs[source])
 
-    def export_block(self, block_id: int, out: torch.Tensor) -> None:
-        """Copies a block's bytes into `out`, (block_nbytes,) uint8 in host memory; done on return."""
-        out.copy_(self._bytes[block_id])
+    def export_block(self, block_id: int, out: torch.Tensor, *, group_id: int = 0) -> None:
+        """Copies a block's bytes into `out`, (block_nbytes,) uint8 in host memory; done on return. Places
+        that the group has no layer for are zero, so that equal blocks are equal bytes."""
+        if self._host_bytes is None:
+            out.copy_(self._bytes[block_id])
+        else:
+            np.copyto(out.numpy(), self._host_bytes[block_id])
+        unused = self.places[len(self.groups[group_id].layers) :]
+        if unused:
+            num_unused = sum(place.numel(self.block_size) for place in unused) * self.dtype.itemsize
+            out[self.block_nbytes - num_unused :] = 0
+
+    def block_format(self, fingerprint: bytes) -> BlockFormat:
+        """How this cache's blocks are named in their headers."""
+        layer = self.places[0] if len(set(self.places)) == 1 else LayerShape(0, 0, 0)
+        return BlockFormat(
+            fingerprint,
+            dtype=str(self.dtype).removeprefix("torch."),
+            num_layers=len(self.places),
+            num_kv_heads=layer.num_kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            num_tokens=self.block_size,
+            payload_nbytes=self.block_nbytes,
+        )
+
+    def block_memory(self, block_id: int) -> memoryview | None:
+        """A block's bytes, to write in place under `import_block`'s conditions; None on a device."""
+        return None if self._host_bytes is None else self._host_bytes[block_id].data
 
     def import_block(self, block_id: int, payload: memoryview) -> None:
         """Fills a block with bytes that `export_block` gave; done on return. Any thread may call it,
@@ -78,7 +124,8 @@ class KvCache:
         data = np.frombuffer(payload, dtype=np.uint8)
         assert data.nbytes == self.block_nbytes
         if self._load_stream is None:
-            np.copyto(self._bytes[block_id].numpy(), data)
+            assert self._host_bytes is not None
+            np.copyto(self._host_bytes[block_id], data)
             return
         with torch.cuda.stream(self._load_stream):
             self._bytes[block_id].copy_(torch.from_numpy(data.copy()))

@@ -1,6 +1,7 @@
 """How many blocks fit the memory budget."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from reprise_core.errors import InvalidInput
 from reprise_worker import attention
 from reprise_worker.batch import ScheduledTokens, make_batch
 from reprise_worker.kv_cache import KvCache, block_nbytes
+from reprise_worker.layer_groups import LayerGroup
 from reprise_worker.model import PagedModel
 from reprise_worker.request_state import IdList, RequestState
 from reprise_worker.settings import GIB, WorkerSettings
@@ -17,13 +19,18 @@ _CPU_SHARE = 4
 _CPU_LIMIT_BYTES = 4 * GIB
 
 
-def pool_size(settings: WorkerSettings, model: PagedModel, backend: attention.AttentionBackend) -> int:
+def pool_size(
+    settings: WorkerSettings,
+    model: PagedModel,
+    groups: Sequence[LayerGroup],
+    backend: attention.AttentionBackend,
+) -> int:
     """Blocks of the pool, the null block included."""
     if settings.num_blocks == 1:
         raise InvalidInput("num_blocks", "1 leaves no block beside the null block; allowed: 0 or at least 2")
     if settings.num_blocks:
         return settings.num_blocks
-    per_block = block_nbytes(model.layers, settings.block_size, model.dtype)
+    per_block = block_nbytes(model.layers, groups, settings.block_size, model.dtype)
     budget = settings.kv_memory_bytes or automatic_budget(settings, model, backend)
     num_blocks = budget // per_block
     if num_blocks < 2:

@@ -37,4 +37,9 @@ class WorkerMetrics:
         self.load_bytes = counter("load_bytes", "Bytes of loaded block values.")
         self.load_seconds = histogram("load_seconds", "Time of one load, start to end.", _TRANSFER_BUCKETS)
         self.loads_pending = gauge("loads_pending", "Loads started and not yet ended.")
-        self.staging_blocks_used = gauge("staging_blocks_used", "Staged blocks waiting to be sent.")
+        self.store_memory_shared = gauge(
+            "store_memory_shared", "1 while block values go through memory shared with the store."
+        )
+        self.staging_blocks_used = gauge(
+            "staging_blocks_used", "Staged blocks: not yet sent, or being read by the store."
+        )

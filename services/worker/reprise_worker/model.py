@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from reprise_worker import attention
 from reprise_worker.batch import Batch, ScheduledTokens, make_batch
-from reprise_worker.kv_cache import KvCache, LayerShape
+from reprise_worker.kv_cache import KvCache
 from reprise_worker.model_folder import BadModel
 from reprise_worker.request_state import IdList, RequestState
 
@@ -67,7 +67,10 @@ class PagedModel:
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = self.config.vocab_size
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.layers = self._probe_layers()
+        probe = self._probe_layers()
+        self.layers = tuple(probe.layers[layer] for layer in range(probe.num_calls))
+        self.windows = tuple(probe.windows[layer] for layer in range(probe.num_calls))
+        """Per layer the tokens that it sees, itself included; None = all."""
 
     @property
     def max_model_len(self) -> int:
@@ -84,9 +87,9 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KvCache, backend: attention.AttentionBackend) -> torch.Tensor:
-        """Logits of the batch's sample rows, (num_sampled, vocab)."""
+        """Logits of the batch's `logit_rows`, (rows, vocab)."""
         step = attention.PagedStep(batch, kv, backend)
-        return self._call(batch.token_ids, batch.positions, batch.sample_rows, step)
+        return self._call(batch.token_ids, batch.positions, batch.logit_rows, step)
 
     def _call(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, step: object
@@ -104,8 +107,8 @@ class PagedModel:
         return logits if self._keeps_logits else logits[rows]
 
     @torch.inference_mode()
-    def _probe_layers(self) -> tuple[LayerShape, ...]:
-        """Each layer's K and V shape; raises BadModel where attention is not ours to do."""
+    def _probe_layers(self) -> attention.ShapeProbe:
+        """Each layer's K and V shape and window; raises BadModel where attention is not ours to do."""
         unknown = set(getattr(self.config, "layer_types", None) or ()) - _WINDOWED_LAYER_TYPES
         if unknown:
             raise self._unsupported(f"its layers use {', '.join(sorted(map(str, unknown)))}")
@@ -121,7 +124,7 @@ class PagedModel:
             raise self._unsupported(
                 f"{probe.num_calls} of its {num_layers} layers use the attention interface"
             )
-        return tuple(probe.layers[layer] for layer in range(num_layers))
+        return probe
 
     def check(self, backend: attention.AttentionBackend, *, block_size: int) -> None:
         """Raises BadModel unless packed, paged passes give the logits of separate plain ones."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from reprise_core.steps import LoadReport, StepPlan, StepResult
+from reprise_core.steps import StepPlan, StepResult, TransferReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SchedulerPort(Protocol):
 
     def send_result(self, session: bytes, result: StepResult) -> None: ...
 
-    def send_loads(self, session: bytes, reports: tuple[LoadReport, ...]) -> None: ...
+    def send_transfers(self, session: bytes, report: TransferReport) -> None: ...
 
     def drop_session(self, session: bytes) -> None:
         """The session cannot go on: ends it and greets the scheduler again."""

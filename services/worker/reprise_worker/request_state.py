@@ -43,7 +43,8 @@ class RequestState:
     handle: int
     tokens: IdList
     num_prompt_tokens: int
-    blocks: IdList
+    tables: list[IdList]
+    """One per group."""
     sampling: WorkerSampling
     banned_token_ids: tuple[int, ...]
     seed: int
@@ -56,7 +57,7 @@ class RequestState:
             handle=added.handle,
             tokens=IdList(unpack_ids(added.token_ids)),
             num_prompt_tokens=added.num_prompt_tokens,
-            blocks=IdList(unpack_ids(added.block_ids[0])),
+            tables=[IdList(unpack_ids(table)) for table in added.block_ids],
             sampling=sampling,
             banned_token_ids=tuple(unpack_ids(sampling.banned_token_ids)),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
@@ -64,8 +65,8 @@ class RequestState:
 
     @classmethod
     def scratch(cls, *, tokens: IdList, blocks: IdList) -> "RequestState":
-        """A greedy request of ours, for trial runs."""
-        return cls(0, tokens, len(tokens), blocks, WorkerSampling(0.0, 1.0, 0, None), (), 0)
+        """A greedy request of ours, for trial runs over a cache of one group."""
+        return cls(0, tokens, len(tokens), [blocks], WorkerSampling(0.0, 1.0, 0, None), (), 0)
 
     @property
     def num_output_tokens(self) -> int:

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from reprise_core.errors import DataLoss
+from reprise_core.logprobs import MAX_LOGPROBS
 from reprise_core.steps import (
     AddedRequest,
     BlockLoad,
     BlockSave,
+    RequestLogprobs,
     ScheduledRequest,
     StepPlan,
     StepResult,
@@ -18,6 +20,7 @@ from reprise_core.steps import (
 from reprise_worker.attention import AttentionBackend
 from reprise_worker.batch import ScheduledTokens, make_batch
 from reprise_worker.kv_cache import KvCache
+from reprise_worker.logprobs import StepLogprobs
 from reprise_worker.model import PagedModel
 from reprise_worker.request_state import RequestState
 from reprise_worker.sampler import Draw, sample
@@ -49,6 +52,7 @@ class Runner:
         self._kv = kv
         self._backend = backend
         self._mover = mover
+        self._num_groups = len(kv.groups)
         self._requests: dict[int, RequestState] = {}
         self._last_step_id = 0
 
@@ -77,7 +81,7 @@ class Runner:
         self._requests.update(added)
         if plan.loads:
             self._mover.load(plan.loads)
-        handles, token_ids = self._compute(plan.scheduled)
+        handles, token_ids, logprobs = self._compute(plan.scheduled)
         self._last_step_id = plan.step_id
         return StepResult(
             step_id=plan.step_id,
@@ -85,27 +89,31 @@ class Runner:
             token_ids=pack_ids(token_ids),
             model_time_s=time.perf_counter() - started_s,
             num_saves_dropped=num_dropped,
+            logprobs=logprobs,
         )
 
-    def _compute(self, scheduled: Sequence[ScheduledRequest]) -> tuple[list[int], list[int]]:
+    def _compute(
+        self, scheduled: Sequence[ScheduledRequest]
+    ) -> tuple[list[int], list[int], tuple[RequestLogprobs, ...]]:
         """Runs the model and draws; appends each drawn token to its request."""
         if not scheduled:
-            return [], []
+            return [], [], ()
         items = []
         for entry in scheduled:
             state = self._requests[entry.handle]
-            if entry.new_block_ids:
-                state.blocks.extend(unpack_ids(entry.new_block_ids[0]))
+            for table, block_ids in zip(state.tables, entry.new_block_ids, strict=False):
+                table.extend(unpack_ids(block_ids))
             items.append(
                 ScheduledTokens(state, entry.num_computed_tokens, entry.num_new_tokens, entry.sample)
             )
         batch = make_batch(items, block_size=self._kv.block_size, device=self._model.device)
         logits = self._model.forward(batch, self._kv, self._backend)
         drawing = [item.state for item in items if item.sample]
-        token_ids = sample(logits, [_draw(state) for state in drawing])
+        logprobs = StepLogprobs(items, logits)
+        token_ids = sample(logits[: len(drawing)], [_draw(state) for state in drawing])
         for state, token_id in zip(drawing, token_ids, strict=True):
             state.tokens.extend([token_id])
-        return [state.handle for state in drawing], token_ids
+        return [state.handle for state in drawing], token_ids, logprobs.of_tokens(token_ids)
 
     def _check(self, plan: StepPlan) -> dict[int, RequestState]:
         """The plan's new requests, once everything that the plan says has been checked."""
@@ -116,8 +124,8 @@ class Runner:
             raise BadPlan(f"step {plan.step_id} removes unknown handles {unknown[:8]}")
         groups = [group for group, _, _ in plan.copies]
         groups += [save.group_id for save in plan.saves] + [load.group_id for load in plan.loads]
-        if any(groups):
-            raise BadPlan(f"step {plan.step_id} names group {max(groups)}, this worker has group 0 only")
+        if groups and not 0 <= min(groups) <= max(groups) < self._num_groups:
+            raise BadPlan(f"step {plan.step_id} names groups outside [0, {self._num_groups})")
         for _, *blocks in plan.copies:
             self._check_blocks(blocks)
         self._check_blocks([save.block_id for save in plan.saves])
@@ -133,8 +141,10 @@ class Runner:
         return added
 
     def _check_added(self, entry: AddedRequest) -> RequestState:
-        if len(entry.block_ids) != 1:
-            raise BadPlan(f"a request has {len(entry.block_ids)} block tables, this worker has 1 group")
+        if len(entry.block_ids) != self._num_groups:
+            raise BadPlan(
+                f"a request has {len(entry.block_ids)} block tables, this worker {self._num_groups} groups"
+            )
         try:
             state = RequestState.from_added(entry)
         except ValueError as error:
@@ -145,7 +155,11 @@ class Runner:
         banned = state.banned_token_ids
         if banned and not 0 <= min(banned) <= max(banned) < self._model.vocab_size:
             raise BadPlan("an added request bans tokens outside the vocabulary")
-        self._check_blocks(state.blocks.view.tolist(), lowest=0)
+        for count in (entry.sampling.num_logprobs, entry.sampling.num_prompt_logprobs):
+            if count is not None and not 0 <= count <= min(MAX_LOGPROBS, self._model.vocab_size):
+                raise BadPlan(f"an added request wants {count} most probable tokens")
+        for table in state.tables:
+            self._check_blocks(table.view.tolist(), lowest=0)
         return state
 
     def _check_scheduled(self, plan: StepPlan, added: dict[int, RequestState]) -> None:
@@ -155,17 +169,23 @@ class Runner:
             if state is None or entry.handle in plan.removed or entry.handle in seen:
                 raise BadPlan(f"step {plan.step_id} schedules handle {entry.handle}, unknown or twice")
             seen.add(entry.handle)
-            if len(entry.new_block_ids) > 1:
-                raise BadPlan(f"new blocks for {len(entry.new_block_ids)} groups, this worker has 1")
-            new_blocks = _unpack(entry.new_block_ids[0]) if entry.new_block_ids else []
-            self._check_blocks(new_blocks, lowest=0)
+            if len(entry.new_block_ids) not in (0, self._num_groups):
+                raise BadPlan(
+                    f"new blocks for {len(entry.new_block_ids)} groups, this worker has {self._num_groups}"
+                )
+            new_blocks = [_unpack(block_ids) for block_ids in entry.new_block_ids]
+            for block_ids in new_blocks:
+                self._check_blocks(block_ids, lowest=0)
             context = entry.num_computed_tokens + entry.num_new_tokens
             known = len(state.tokens)
             if entry.num_computed_tokens < 0 or entry.num_new_tokens < 1 or context > known:
                 raise BadPlan(f"tokens [{entry.num_computed_tokens}, {context}) of {known} known ones")
             if entry.sample and context != known:
                 raise BadPlan(f"sampling after token {context} of {known} known ones")
-            if context > (len(state.blocks) + len(new_blocks)) * self._kv.block_size:
+            lengths = [len(table) for table in state.tables]
+            if new_blocks:
+                lengths = [length + len(ids) for length, ids in zip(lengths, new_blocks, strict=True)]
+            if context > min(lengths) * self._kv.block_size:
                 raise BadPlan(f"{context} tokens do not fit the block table of handle {entry.handle}")
 
     def _check_blocks(self, block_ids: Sequence[int], lowest: int = 1) -> None:

@@ -24,6 +24,11 @@ class WorkerSettings(ServiceSettings):
     scheduler_endpoint: str = "tcp://127.0.0.1:5760"
     store_endpoint: str = "tcp://127.0.0.1:5770"
     """Where block bytes go; empty: no store, saves are dropped and loads fail as unavailable."""
+    shared_memory: bool = True
+    """Block values go through shared memory where the store is on this machine and offers it."""
+    kv_offload_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """How elements are stored outside of the cache. auto: as they are. fp8_e4m3: 8 bits and a scale per
+    layer, which changes what is loaded again; such blocks have a model fingerprint of their own."""
     namespace: str = Field(default="reprise", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """First part of every external key."""
     rank: int = Field(default=0, ge=0)
@@ -43,6 +48,9 @@ class WorkerSettings(ServiceSettings):
     """How long OpenMP threads spin before they sleep; small where other processes share the cores."""
 
     block_size: int = Field(default=16, ge=1)
+    hybrid_groups: Literal["auto", "off"] = "auto"
+    """auto: layers with a window have block tables of their own, and keep only the blocks of their windows.
+    off: all layers share one table, and those with a window mask. Blocks in the store are apart."""
     num_blocks: int = Field(default=0, ge=0)
     """Blocks of the pool, the null block included; 0: from the memory budget."""
     kv_memory_bytes: int = Field(default=0, ge=0)

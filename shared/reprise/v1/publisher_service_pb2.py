@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"reprise/v1/publisher_service.proto\x12\nreprise.v1\"\x12\n\x10GetStatusRequest\"\xa3\x01\n\x11GetStatusResponse\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x17\n\x0f\x65vents_endpoint\x18\x02 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x03 \x01(\t\x12\x15\n\rnext_sequence\x18\x04 \x01(\x04\x12\x1d\n\x15replay_first_sequence\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_batches\x18\x06 \x01(\x04\x32\\\n\x10PublisherService\x12H\n\tGetStatus\x12\x1c.reprise.v1.GetStatusRequest\x1a\x1d.reprise.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"reprise/v1/publisher_service.proto\x12\nreprise.v1\"\x12\n\x10GetStatusRequest\"\xcc\x01\n\x11GetStatusResponse\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x17\n\x0f\x65vents_endpoint\x18\x02 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x03 \x01(\t\x12\x15\n\rnext_sequence\x18\x04 \x01(\x04\x12\x1d\n\x15replay_first_sequence\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_batches\x18\x06 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x07 \x01(\x08\x12\x15\n\rrecord_blocks\x18\x08 \x01(\x04\x32\\\n\x10PublisherService\x12H\n\tGetStatus\x12\x1c.reprise.v1.GetStatusRequest\x1a\x1d.reprise.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=50
   _globals['_GETSTATUSREQUEST']._serialized_end=68
   _globals['_GETSTATUSRESPONSE']._serialized_start=71
-  _globals['_GETSTATUSRESPONSE']._serialized_end=234
-  _globals['_PUBLISHERSERVICE']._serialized_start=236
-  _globals['_PUBLISHERSERVICE']._serialized_end=328
+  _globals['_GETSTATUSRESPONSE']._serialized_end=275
+  _globals['_PUBLISHERSERVICE']._serialized_start=277
+  _globals['_PUBLISHERSERVICE']._serialized_end=369
 # @@protoc_insertion_point(module_scope)

@@ -45,10 +45,20 @@ class StoreServiceStub:
                 request_serializer=reprise_dot_v1_dot_store__service__pb2.ResetRequest.SerializeToString,
                 response_deserializer=reprise_dot_v1_dot_store__service__pb2.ResetResponse.FromString,
                 _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/reprise.v1.StoreService/Evict',
+                request_serializer=reprise_dot_v1_dot_store__service__pb2.EvictRequest.SerializeToString,
+                response_deserializer=reprise_dot_v1_dot_store__service__pb2.EvictResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/reprise.v1.StoreService/GetStats',
                 request_serializer=reprise_dot_v1_dot_store__service__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=reprise_dot_v1_dot_store__service__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.WatchTiers = channel.unary_stream(
+                '/reprise.v1.StoreService/WatchTiers',
+                request_serializer=reprise_dot_v1_dot_store__service__pb2.WatchTiersRequest.SerializeToString,
+                response_deserializer=reprise_dot_v1_dot_store__service__pb2.WatchTiersResponse.FromString,
                 _registered_method=True)
 
 
@@ -70,8 +80,22 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evict(self, request, context):
+        """Frees this store's copies of blocks in host memory and on disk; Redis keeps its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchTiers(self, request, context):
+        """What the tiers have of a keyspace, then every change, until the caller ends it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -89,10 +113,20 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=reprise_dot_v1_dot_store__service__pb2.ResetRequest.FromString,
                     response_serializer=reprise_dot_v1_dot_store__service__pb2.ResetResponse.SerializeToString,
             ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=reprise_dot_v1_dot_store__service__pb2.EvictRequest.FromString,
+                    response_serializer=reprise_dot_v1_dot_store__service__pb2.EvictResponse.SerializeToString,
+            ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
                     request_deserializer=reprise_dot_v1_dot_store__service__pb2.GetStatsRequest.FromString,
                     response_serializer=reprise_dot_v1_dot_store__service__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'WatchTiers': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTiers,
+                    request_deserializer=reprise_dot_v1_dot_store__service__pb2.WatchTiersRequest.FromString,
+                    response_serializer=reprise_dot_v1_dot_store__service__pb2.WatchTiersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -161,6 +195,33 @@ class StoreService:
             _registered_method=True)
 
     @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reprise.v1.StoreService/Evict',
+            reprise_dot_v1_dot_store__service__pb2.EvictRequest.SerializeToString,
+            reprise_dot_v1_dot_store__service__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetStats(request,
             target,
             options=(),
@@ -177,6 +238,33 @@ class StoreService:
             '/reprise.v1.StoreService/GetStats',
             reprise_dot_v1_dot_store__service__pb2.GetStatsRequest.SerializeToString,
             reprise_dot_v1_dot_store__service__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchTiers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/reprise.v1.StoreService/WatchTiers',
+            reprise_dot_v1_dot_store__service__pb2.WatchTiersRequest.SerializeToString,
+            reprise_dot_v1_dot_store__service__pb2.WatchTiersResponse.FromString,
             options,
             channel_credentials,
             insecure,

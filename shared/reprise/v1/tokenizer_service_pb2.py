@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from reprise.v1 import common_pb2 as reprise_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"reprise/v1/tokenizer_service.proto\x12\nreprise.v1\x1a\x17reprise/v1/common.proto\" \n\x1eTokenizerServiceGetInfoRequest\"\xab\x01\n\x1fTokenizerServiceGetInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11has_chat_template\x18\x03 \x01(\x08\x12\x19\n\reos_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x19\n\x0c\x62os_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_bos_token_id\"s\n\x0bHashRequest\x12)\n\x08profiles\x18\x01 \x03(\x0b\x32\x17.reprise.v1.HashProfile\x12\x12\n\ncache_salt\x18\x02 \x01(\t\x12%\n\x04lora\x18\x03 \x01(\x0b\x32\x17.reprise.v1.LoraAdapter\"\x90\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.reprise.v1.ChatH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\x12%\n\x04hash\x18\x04 \x01(\x0b\x32\x17.reprise.v1.HashRequestB\x08\n\x06prompt\"\xa5\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x15\n\rchat_template\x18\x05 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x06 \x01(\t\"T\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x06hashes\x18\x02 \x03(\x0b\x32\x19.reprise.v1.ProfileHashes\"Q\n\x11HashTokensRequest\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12%\n\x04hash\x18\x02 \x01(\x0b\x32\x17.reprise.v1.HashRequest\"?\n\x12HashTokensResponse\x12)\n\x06hashes\x18\x01 \x03(\x0b\x32\x19.reprise.v1.ProfileHashes\"G\n\x11\x44\x65tokenizeRequest\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"H\n\x17\x44\x65tokenizeStreamRequest\x12-\n\x07updates\x18\x01 \x03(\x0b\x32\x1c.reprise.v1.DetokenizeUpdate\"w\n\x10\x44\x65tokenizeUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x1a.reprise.v1.DetokenizeOpen\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0e\n\x06\x66inish\x18\x04 \x01(\x08\"\x8a\x01\n\x0e\x44\x65tokenizeOpen\x12\x0c\n\x04stop\x18\x01 \x03(\t\x12\x1c\n\x14include_stop_in_text\x18\x02 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x1b\n\x0fprompt_tail_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\"A\n\x18\x44\x65tokenizeStreamResponse\x12%\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x15.reprise.v1.TextDelta\"\x7f\n\tTextDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x0cmatched_stop\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x42\x0f\n\r_matched_stop2\xba\x03\n\x10TokenizerService\x12\x62\n\x07GetInfo\x12*.reprise.v1.TokenizerServiceGetInfoRequest\x1a+.reprise.v1.TokenizerServiceGetInfoResponse\x12\x45\n\x08Tokenize\x12\x1b.reprise.v1.TokenizeRequest\x1a\x1c.reprise.v1.TokenizeResponse\x12K\n\nHashTokens\x12\x1d.reprise.v1.HashTokensRequest\x1a\x1e.reprise.v1.HashTokensResponse\x12K\n\nDetokenize\x12\x1d.reprise.v1.DetokenizeRequest\x1a\x1e.reprise.v1.DetokenizeResponse\x12\x61\n\x10\x44\x65tokenizeStream\x12#.reprise.v1.DetokenizeStreamRequest\x1a$.reprise.v1.DetokenizeStreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"reprise/v1/tokenizer_service.proto\x12\nreprise.v1\x1a\x17reprise/v1/common.proto\" \n\x1eTokenizerServiceGetInfoRequest\"\xab\x01\n\x1fTokenizerServiceGetInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x19\n\x11has_chat_template\x18\x03 \x01(\x08\x12\x19\n\reos_token_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x19\n\x0c\x62os_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_bos_token_id\"s\n\x0bHashRequest\x12)\n\x08profiles\x18\x01 \x03(\x0b\x32\x17.reprise.v1.HashProfile\x12\x12\n\ncache_salt\x18\x02 \x01(\t\x12%\n\x04lora\x18\x03 \x01(\x0b\x32\x17.reprise.v1.LoraAdapter\"\x90\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.reprise.v1.ChatH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\x12%\n\x04hash\x18\x04 \x01(\x0b\x32\x17.reprise.v1.HashRequestB\x08\n\x06prompt\"\xa5\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x15\n\rchat_template\x18\x05 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x06 \x01(\t\"T\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12)\n\x06hashes\x18\x02 \x03(\x0b\x32\x19.reprise.v1.ProfileHashes\"Q\n\x11HashTokensRequest\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12%\n\x04hash\x18\x02 \x01(\x0b\x32\x17.reprise.v1.HashRequest\"?\n\x12HashTokensResponse\x12)\n\x06hashes\x18\x01 \x03(\x0b\x32\x19.reprise.v1.ProfileHashes\"G\n\x11\x44\x65tokenizeRequest\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"-\n\x14GetTokenBytesRequest\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"\'\n\x15GetTokenBytesResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\x0c\"H\n\x17\x44\x65tokenizeStreamRequest\x12-\n\x07updates\x18\x01 \x03(\x0b\x32\x1c.reprise.v1.DetokenizeUpdate\"w\n\x10\x44\x65tokenizeUpdate\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x1a.reprise.v1.DetokenizeOpen\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0e\n\x06\x66inish\x18\x04 \x01(\x08\"\x8a\x01\n\x0e\x44\x65tokenizeOpen\x12\x0c\n\x04stop\x18\x01 \x03(\t\x12\x1c\n\x14include_stop_in_text\x18\x02 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x1b\n\x0fprompt_tail_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\"A\n\x18\x44\x65tokenizeStreamResponse\x12%\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x15.reprise.v1.TextDelta\"\x7f\n\tTextDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x0cmatched_stop\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x42\x0f\n\r_matched_stop2\x90\x04\n\x10TokenizerService\x12\x62\n\x07GetInfo\x12*.reprise.v1.TokenizerServiceGetInfoRequest\x1a+.reprise.v1.TokenizerServiceGetInfoResponse\x12\x45\n\x08Tokenize\x12\x1b.reprise.v1.TokenizeRequest\x1a\x1c.reprise.v1.TokenizeResponse\x12K\n\nHashTokens\x12\x1d.reprise.v1.HashTokensRequest\x1a\x1e.reprise.v1.HashTokensResponse\x12K\n\nDetokenize\x12\x1d.reprise.v1.DetokenizeRequest\x1a\x1e.reprise.v1.DetokenizeResponse\x12T\n\rGetTokenBytes\x12 .reprise.v1.GetTokenBytesRequest\x1a!.reprise.v1.GetTokenBytesResponse\x12\x61\n\x10\x44\x65tokenizeStream\x12#.reprise.v1.DetokenizeStreamRequest\x1a$.reprise.v1.DetokenizeStreamResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,6 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HASHTOKENSREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_GETTOKENBYTESREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_GETTOKENBYTESREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEUPDATE'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DETOKENIZEUPDATE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEOPEN'].fields_by_name['prompt_tail_ids']._loaded_options = None
@@ -64,16 +66,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZEREQUEST']._serialized_end=1020
   _globals['_DETOKENIZERESPONSE']._serialized_start=1022
   _globals['_DETOKENIZERESPONSE']._serialized_end=1056
-  _globals['_DETOKENIZESTREAMREQUEST']._serialized_start=1058
-  _globals['_DETOKENIZESTREAMREQUEST']._serialized_end=1130
-  _globals['_DETOKENIZEUPDATE']._serialized_start=1132
-  _globals['_DETOKENIZEUPDATE']._serialized_end=1251
-  _globals['_DETOKENIZEOPEN']._serialized_start=1254
-  _globals['_DETOKENIZEOPEN']._serialized_end=1392
-  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_start=1394
-  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_end=1459
-  _globals['_TEXTDELTA']._serialized_start=1461
-  _globals['_TEXTDELTA']._serialized_end=1588
-  _globals['_TOKENIZERSERVICE']._serialized_start=1591
-  _globals['_TOKENIZERSERVICE']._serialized_end=2033
+  _globals['_GETTOKENBYTESREQUEST']._serialized_start=1058
+  _globals['_GETTOKENBYTESREQUEST']._serialized_end=1103
+  _globals['_GETTOKENBYTESRESPONSE']._serialized_start=1105
+  _globals['_GETTOKENBYTESRESPONSE']._serialized_end=1144
+  _globals['_DETOKENIZESTREAMREQUEST']._serialized_start=1146
+  _globals['_DETOKENIZESTREAMREQUEST']._serialized_end=1218
+  _globals['_DETOKENIZEUPDATE']._serialized_start=1220
+  _globals['_DETOKENIZEUPDATE']._serialized_end=1339
+  _globals['_DETOKENIZEOPEN']._serialized_start=1342
+  _globals['_DETOKENIZEOPEN']._serialized_end=1480
+  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_start=1482
+  _globals['_DETOKENIZESTREAMRESPONSE']._serialized_end=1547
+  _globals['_TEXTDELTA']._serialized_start=1549
+  _globals['_TEXTDELTA']._serialized_end=1676
+  _globals['_TOKENIZERSERVICE']._serialized_start=1679
+  _globals['_TOKENIZERSERVICE']._serialized_end=2207
 # @@protoc_insertion_point(module_scope)

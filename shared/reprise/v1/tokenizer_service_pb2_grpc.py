@@ -54,6 +54,11 @@ class TokenizerServiceStub:
                 request_serializer=reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenBytes = channel.unary_unary(
+                '/reprise.v1.TokenizerService/GetTokenBytes',
+                request_serializer=reprise_dot_v1_dot_tokenizer__service__pb2.GetTokenBytesRequest.SerializeToString,
+                response_deserializer=reprise_dot_v1_dot_tokenizer__service__pb2.GetTokenBytesResponse.FromString,
+                _registered_method=True)
         self.DetokenizeStream = channel.stream_stream(
                 '/reprise.v1.TokenizerService/DetokenizeStream',
                 request_serializer=reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeStreamRequest.SerializeToString,
@@ -90,6 +95,13 @@ class TokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenBytes(self, request, context):
+        """What each token by itself adds to a text, which may be a part of a character.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DetokenizeStream(self, request_iterator, context):
         """Incremental text of many requests over one stream, one message per step. The state of a
         request can be rebuilt on another replica by opening it again with all its output ids.
@@ -120,6 +132,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeRequest.FromString,
                     response_serializer=reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenBytes,
+                    request_deserializer=reprise_dot_v1_dot_tokenizer__service__pb2.GetTokenBytesRequest.FromString,
+                    response_serializer=reprise_dot_v1_dot_tokenizer__service__pb2.GetTokenBytesResponse.SerializeToString,
             ),
             'DetokenizeStream': grpc.stream_stream_rpc_method_handler(
                     servicer.DetokenizeStream,
@@ -235,6 +252,33 @@ class TokenizerService:
             '/reprise.v1.TokenizerService/Detokenize',
             reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeRequest.SerializeToString,
             reprise_dot_v1_dot_tokenizer__service__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/reprise.v1.TokenizerService/GetTokenBytes',
+            reprise_dot_v1_dot_tokenizer__service__pb2.GetTokenBytesRequest.SerializeToString,
+            reprise_dot_v1_dot_tokenizer__service__pb2.GetTokenBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,

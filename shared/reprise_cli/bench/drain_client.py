@@ -1,4 +1,4 @@
-"""A gateway that submits and drains: `python -m reprise_cli.bench.drain_client ADDRESS N LENGTH`."""
+"""A gateway that submits and drains: `python -m reprise_cli.bench.drain_client ADDRESS FIRST N LENGTH`."""
 
 import asyncio
 import sys
@@ -13,22 +13,24 @@ from reprise_wire.hash_profiles import profile_from_proto
 MAX_TOKENS = 90_000
 
 
-async def main(address: str, num_requests: int, prompt_length: int) -> None:
+async def main(address: str, first: int, num_requests: int, prompt_length: int) -> None:
+    """Requests number `first` to `first` + `num_requests` - 1."""
     async with channel(address) as grpc_channel:
         stub = EngineStub(grpc_channel)  # type: ignore[no-untyped-call]
         info = await stub.GetInfo(pb.GetInfoRequest())
-        call = stub.Stream(_requests(info.hash_profile, num_requests, prompt_length))
+        numbers = range(first, first + num_requests)
+        call = stub.Stream(_requests(info.hash_profile, numbers, prompt_length))
         async for response in call:
             for delta in response.deltas:
                 assert not delta.finished.error.kind, delta.finished.error.message
 
 
 async def _requests(
-    profile: common_pb2.HashProfile, num_requests: int, prompt_length: int
+    profile: common_pb2.HashProfile, numbers: range, prompt_length: int
 ) -> AsyncIterator[pb.StreamRequest]:
     hasher = profile_from_proto(profile).hasher()
-    yield pb.StreamRequest(attach=pb.Attach(gateway_id="bench"))
-    for number in range(num_requests):
+    yield pb.StreamRequest(attach=pb.Attach(gateway_id=f"bench-{numbers.start}"))
+    for number in numbers:
         prompt = [(number * 31 + i) % 40_000 for i in range(prompt_length)]
         chain = hasher.chain()
         chain.append(prompt)
@@ -41,4 +43,4 @@ async def _requests(
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5])))

@@ -6,7 +6,7 @@ import zmq
 
 
 def main(endpoint: str) -> None:
-    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PULL)
+    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
     socket.bind(endpoint)
     while True:
         socket.recv_multipart()

@@ -1,18 +1,21 @@
 """`reprise bench step`: what the split costs per step.
 
-The real scheduler service in this process; a null worker, a draining client and an event drain in
+The real scheduler service in this process; a null worker, draining clients and an event drain in
 processes of their own, over real ZMQ and gRPC sockets. Plan-ahead is off, so every step's overhead
 is on the path: the result's frames read -> the next plan's frames sent, and -> the step's tokens
-given to gRPC. The peers of the rows are the design's budget and, where the context is longer or requests
-wait as well, the same number of running requests without that: the cost must not grow with either.
+given to gRPC for every gateway, where those of a step that found a message still being sent count until
+they are sent with a later one. The peers of the rows are the design's budget and, where the context is
+longer or requests wait as well, the same number of running requests without that: the cost must not grow
+with either.
 """
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -26,6 +29,8 @@ CONTEXT = 1000
 WARM_UP_STEPS = 100
 STEPS = 1000
 LIMIT_MS = {50: 1.0, 99: 3.0}
+MAX_LOAD_S = 120.0
+"""For one load, from its start; a bench that takes longer has failed."""
 SHARES = (
     ("decode", Mark.RECEIVED, Mark.DECODED),
     ("apply", Mark.DECODED, Mark.APPLIED),
@@ -39,20 +44,30 @@ SHARES = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that run and that wait, each with a prompt of `context` tokens."""
+    """Requests that run and that wait, each with a prompt of `context` tokens, by several gateways."""
 
     running: int
     waiting: int = 0
     context: int = CONTEXT
+    gateways: int = 1
 
     @property
     def name(self) -> str:
         more = f", {self.waiting} waiting" if self.waiting else ""
         more += f", context {self.context}" if self.context != CONTEXT else ""
+        more += f", {self.gateways} gateways" if self.gateways > 1 else ""
         return f"{self.running} running{more}"
 
 
-LOADS = (Load(1), Load(16), Load(64), Load(64, context=16_000), Load(64, waiting=512), Load(256))
+LOADS = (
+    Load(1),
+    Load(16),
+    Load(64),
+    Load(64, context=16_000),
+    Load(64, waiting=512),
+    Load(64, gateways=4),
+    Load(256),
+)
 
 
 class Recorder:
@@ -60,12 +75,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turns: list[list[float | None]] = []
+        self._unsent: list[list[float | None]] = []
+        """Turns whose tokens lie in an outbox."""
 
     def mark(self, mark: Mark) -> None:
+        now_s = time.perf_counter()
         if mark is Mark.RECEIVED:
             self.turns.append([None] * len(Mark))
-        if self.turns:
-            self.turns[-1][mark] = time.perf_counter()
+        if mark is Mark.HANDED_OVER:
+            for turn in self._unsent:
+                turn[mark] = now_s
+            self._unsent.clear()
+        elif self.turns:
+            self.turns[-1][mark] = now_s
+            if mark is Mark.DELIVERED:
+                self._unsent.append(self.turns[-1])
 
     def spans_ms(self, start: Mark, end: Mark) -> list[float]:
         return [
@@ -90,13 +114,13 @@ def _rows(load: Load, recorder: Recorder, alone_ms: float | None) -> Iterator[Be
     to_grpc = recorder.spans_ms(Mark.RECEIVED, Mark.HANDED_OVER)
     for percent, limit_ms in LIMIT_MS.items():
         peer, peer_value = ("budget", limit_ms) if load.running == 64 else ("", None)
+        if to_grpc:
+            value = _percentile(to_grpc, percent)
+            yield BenchRow.lower_is_better(f"{load.name} to gRPC p{percent}", value, "ms", peer, peer_value)
         if alone_ms is not None and percent == 50:
             peer, peer_value = f"{load.running} running p50", alone_ms
-        yield BenchRow.lower_is_better(
-            f"{load.name} p{percent}", _percentile(to_plan, percent), "ms", peer, peer_value
-        )
-    for percent in LIMIT_MS if to_grpc else ():
-        yield BenchRow(f"{load.name} to gRPC p{percent}", _percentile(to_grpc, percent), "ms")
+        value = _percentile(to_plan, percent)
+        yield BenchRow.lower_is_better(f"{load.name} p{percent}", value, "ms", peer, peer_value)
     for name, start, end in SHARES:
         spans_ms = recorder.spans_ms(start, end)
         if spans_ms:
@@ -123,18 +147,17 @@ async def _measure(load: Load, steps: int) -> Recorder:
     recorder = Recorder()
     app = SchedulerApp(settings, recorder)
     await app.start()
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.enter_context(_process("reprise_cli.bench.null_worker", settings.workers_endpoint))
         stack.enter_context(_process("reprise_cli.bench.event_drain", settings.publisher_endpoint))
+        await stack.enter_async_context(asyncio.timeout(MAX_LOAD_S))
         while not app.readiness.ready:
             await asyncio.sleep(0.02)
-        client = (
-            "reprise_cli.bench.drain_client",
-            address,
-            str(load.running + load.waiting),
-            str(load.context),
-        )
-        stack.enter_context(_process(*client))
+        total = load.running + load.waiting
+        starts = [total * index // load.gateways for index in range(load.gateways + 1)]
+        for first, end in itertools.pairwise(starts):
+            numbers = (str(first), str(end - first), str(load.context))
+            stack.enter_context(_process("reprise_cli.bench.drain_client", address, *numbers))
         await _run_steps(app, recorder, load, steps)
     await app.stop()
     return recorder

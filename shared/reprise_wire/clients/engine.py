@@ -87,13 +87,19 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """New output tokens of one request; the first of them has index `first_index`."""
+    """New output tokens of one request; the first of them has index `first_index`.
+
+    The log-probabilities are packed rows (`reprise_core.logprobs`), empty when nobody asked: one per token,
+    and with the first token one per prompt token from the second on.
+    """
 
     request_id: str
     first_index: int
     token_ids: Sequence[int]
     sources: PromptSources | None
     ending: Ending | None
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +292,8 @@ def _sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -296,6 +304,8 @@ def _delta_from_proto(message: pb.RequestDelta) -> RequestDelta:
         token_ids=message.token_ids,
         sources=_sources_from_proto(message.prompt_usage) if message.HasField("prompt_usage") else None,
         ending=_ending_from_proto(message.finished) if message.HasField("finished") else None,
+        logprobs=message.logprobs,
+        prompt_logprobs=message.prompt_logprobs,
     )
 
 

@@ -4,7 +4,7 @@ Every failure is a `PeerError` with its kind: UNAVAILABLE and DEADLINE mean "go 
 Calls fail at once while the store is away; the channel reconnects by itself.
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -17,9 +17,13 @@ from reprise_wire.error_codec import from_rpc_error
 from reprise_wire.store_codec import (
     StoreLookup,
     StoreStats,
+    StoreTier,
+    TierUpdate,
     keyspace_to_proto,
     lookup_from_proto,
     stats_from_proto,
+    tier_update_from_proto,
+    tiers_to_proto,
 )
 
 T = TypeVar("T")
@@ -59,6 +63,30 @@ class StoreClient:
             self._stub.Reset(request, timeout=self._reset_timeout_s)
         )
         return response.generation
+
+    async def evict(
+        self, keyspace: Keyspace, block_hashes: Sequence[BlockHash] = (), tiers: Iterable[StoreTier] = ()
+    ) -> int:
+        """Frees the store's copies in host memory and on disk (or one of them), of all blocks if none is
+        named; how many went. Redis keeps its own."""
+        request = pb.EvictRequest(
+            keyspace=keyspace_to_proto(keyspace), block_hashes=block_hashes, tiers=tiers_to_proto(tiers)
+        )
+        response: pb.EvictResponse = await self._call(
+            self._stub.Evict(request, timeout=self._reset_timeout_s)
+        )
+        return response.num_blocks
+
+    async def watch_tiers(self, keyspace: Keyspace) -> AsyncIterator[TierUpdate]:
+        """What the tiers have and every change, until the store ends it or is lost (PeerError)."""
+        call = self._stub.WatchTiers(pb.WatchTiersRequest(keyspace=keyspace_to_proto(keyspace)))
+        try:
+            async for message in call:
+                yield tier_update_from_proto(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self._peer) from error
+        finally:
+            call.cancel()
 
     async def stats(self) -> StoreStats:
         return stats_from_proto(

@@ -147,6 +147,14 @@ class TokenizerClient:
         )
         return response.text
 
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token by itself adds to a text; empty for an id outside the vocabulary."""
+        request = pb.GetTokenBytesRequest(token_ids=token_ids)
+        response: pb.GetTokenBytesResponse = await self._call(
+            self._stub.GetTokenBytes(request, timeout=self._timeout_s)
+        )
+        return list(response.tokens)
+
     async def text_stream(self, *, timeout_s: float) -> "TextStreamCall":
         """Opens the stream; returns once the service has taken it."""
         call = TextStreamCall(self._stub.DetokenizeStream(), self._peer)

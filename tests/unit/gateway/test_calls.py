@@ -61,9 +61,9 @@ def test_known_fields_with_neutral_values_pass(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("presence_penalty", 0.1), ("frequency_penalty", -1), ("logit_bias", {"5": 1}), ("logprobs", 0),
+        ("presence_penalty", 0.1), ("frequency_penalty", -1), ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}), ("best_of", 2), ("suffix", "x"), ("min_p", 0.1),
-        ("repetition_penalty", 1.1), ("prompt_logprobs", 0), ("use_beam_search", True), ("best_of", True),
+        ("repetition_penalty", 1.1), ("use_beam_search", True), ("best_of", True),
         ("guided_regex", "a+"), ("structured_outputs", {"json": {}}), ("prompt_embeds", "abc"),
     ],
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_known_fields_that_would_change_the_answer_are_refused_by_name(field: st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True), ("top_logprobs", 1), ("audio", {"voice": "x"}), ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}), ("modalities", ["audio"]),
         ("tool_choice", "required"), ("functions", [{"name": "f"}]), ("reasoning_effort", "high"),
         ("chat_template", "{{ 1 }}"), ("web_search_options", {}), ("echo", True),
     ],

@@ -1,5 +1,8 @@
 """One sequence: repeated tokens, rebuilt text, merged news, how it ends."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
@@ -41,6 +44,19 @@ def test_repeated_indices_are_ignored_and_gaps_are_not() -> None:
     with pytest.raises(OutOfStep):
         sequence.take_tokens(_delta(4, 14))
     assert sequence.output_ids == [10, 11, 12]
+
+
+def test_repeated_tokens_repeat_no_log_probabilities() -> None:
+    sequence = _sequence()
+    sampling = msgspec.structs.replace(sequence.work.sampling, logprobs=0)
+    sequence.work = replace(sequence.work, sampling=sampling)
+    rows = [bytes([token] * 8) for token in (10, 11, 12)]
+    for first, last in ((0, 1), (0, 2), (1, 2), (1, 3)):
+        delta = replace(_delta(first, *range(10 + first, 10 + last)), logprobs=b"".join(rows[first:last]))
+        sequence.take_tokens(replace(delta, prompt_logprobs=b"p" if first == 0 else b""))
+    assert sequence.output_ids == [10, 11, 12]
+    assert sequence.logprobs == b"".join(rows)
+    assert sequence.prompt_logprobs == b"p"
 
 
 async def test_news_is_merged_for_a_slow_reader() -> None:

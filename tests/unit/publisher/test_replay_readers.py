@@ -41,7 +41,13 @@ def make(num_batches: int, limit: int = 4) -> tuple[ReplayReaders, Line, ReplayR
         ring.append(sequence, b"p")
     line, registry = Line(), CollectorRegistry()
     readers = ReplayReaders(
-        ring, topic="t", limit=limit, stall_s=10.0, send=line.send, metrics=PublisherMetrics(registry)
+        ring,
+        topic="t",
+        with_topic=True,
+        limit=limit,
+        stall_s=10.0,
+        send=line.send,
+        metrics=PublisherMetrics(registry),
     )
     return readers, line, ring, registry
 
@@ -91,7 +97,13 @@ def test_a_reader_overtaken_by_the_ring_goes_on_with_what_is_kept() -> None:
         ring.append(sequence, b"p")
     line, registry = Line(), CollectorRegistry()
     readers = ReplayReaders(
-        ring, topic="t", limit=1, stall_s=10, send=line.send, metrics=PublisherMetrics(registry)
+        ring,
+        topic="t",
+        with_topic=True,
+        limit=1,
+        stall_s=10,
+        send=line.send,
+        metrics=PublisherMetrics(registry),
     )
     line.room[b"a"] = 2
     readers.request(ReplayRequest(b"a", 0), now_s=0)
@@ -117,3 +129,29 @@ def test_readers_that_left_and_readers_too_many() -> None:
     line.room[b"a"] = 9
     readers.advance(now_s=0)
     assert line.numbers(b"a") == [4]
+
+
+def test_a_replay_tells_every_heartbeat_from_wherever_it_begins() -> None:
+    ring = ReplayRing(limit_batches=10, limit_bytes=10**9)
+    ring.append(0, b"p")
+    for sequence in range(1, 200):
+        ring.append(sequence, b"beat", is_heartbeat=True)
+    line, registry = Line(), CollectorRegistry()
+    readers = ReplayReaders(
+        ring,
+        topic="t",
+        with_topic=True,
+        limit=2,
+        stall_s=10,
+        send=line.send,
+        metrics=PublisherMetrics(registry),
+    )
+    readers.request(ReplayRequest(b"all", 0), now_s=0)
+    readers.request(ReplayRequest(b"some", 150), now_s=0)
+    for sequence in range(200, 210):  # the row goes on meanwhile
+        ring.append(sequence, b"beat", is_heartbeat=True)
+    while readers.advance(now_s=0):
+        pass
+    assert line.numbers(b"all") == list(range(200))
+    assert line.numbers(b"some") == list(range(150, 200))
+    assert registry.get_sample_value("reprise_publisher_replay_batches_overtaken_total") == 0

@@ -41,3 +41,23 @@ def test_a_position_that_left_goes_on_with_the_oldest() -> None:
     found = ring.at(position)
     assert found is not None
     assert (found[0], found[1].sequence) == (2, 2)
+
+
+def test_heartbeats_in_a_row_take_one_place_and_keep_their_numbers() -> None:
+    ring = ReplayRing(limit_batches=3, limit_bytes=1000)
+    ring.append(0, b"first")
+    for sequence in range(1, 10_001):
+        ring.append(sequence, b"beat %d" % sequence, is_heartbeat=True)
+    ring.append(10_001, b"second")
+    assert len(ring) == 3
+    assert ring.first_sequence == 0
+    assert ring.num_bytes == len(b"first") + len(b"beat 10000") + len(b"second")
+    found = ring.at(ring.position_of(5000))
+    assert found is not None
+    assert (found[1].sequence, found[1].end) == (1, 10_001)
+    assert ring.after(9_998) == [(9_999, b"beat 10000"), (10_000, b"beat 10000"), (10_001, b"second")]
+    assert ring.after(10_001) == []
+    # A hole between two heartbeats keeps them apart.
+    ring.append(10_002, b"beat", is_heartbeat=True)
+    ring.append(10_005, b"beat", is_heartbeat=True)
+    assert [number for number, _ in ring.after(10_001)] == [10_002, 10_005]

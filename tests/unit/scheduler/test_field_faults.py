@@ -1,6 +1,6 @@
 """Faults that schedulers elsewhere have had, under the names they were collected by.
 
-K4 (prompt log probabilities over cached positions) has no test here: prompt_logprobs is refused by name.
+K4 (prompt log-probabilities over cached positions) is in test_logprobs.py.
 """
 
 import pytest

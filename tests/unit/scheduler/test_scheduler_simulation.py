@@ -5,6 +5,7 @@ import os
 import random
 from collections import deque
 
+import msgspec
 import pytest
 
 from reprise_core.hash_algorithms import HashAlgorithm
@@ -12,23 +13,47 @@ from reprise_core.hash_chain import BlockHasher
 from reprise_core.ids import RequestId
 from reprise_core.none_hash import none_hash
 from reprise_core.requests import FinishReason, SamplingParams
-from reprise_scheduler.kv_cache.config import GroupSpec, KVCacheConfig
+from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
 from reprise_scheduler.kv_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from reprise_scheduler.kv_cache.tenant_shares import TenantShares
 from reprise_scheduler.sched.backpressure import MAX_RETRY_S, MIN_RETRY_S, QueueFull, QueueLimit
 from reprise_scheduler.sched.config import KvRole, LoadFailurePolicy, SchedulerConfig, SchedulingPolicy
+from reprise_scheduler.sched.load_cost import LoadRule
+from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request, RequestStatus
 from reprise_scheduler.sched.scheduler import Scheduler
-from support.sim_worker import VOCAB, SimStore, SimWorker, expected_output
+from reprise_scheduler.sched.stored_blocks import NOTHING_STORED
+from support.sim_worker import VOCAB, SimStore, SimWorker, expected_logprobs, expected_output
 
 SEEDS = int(os.environ.get("REPRISE_SIM_SEEDS", "40"))
 ROOT = none_hash(HashAlgorithm.XXHASH_CBOR, "7")
 
 
+def some_groups(rng: random.Random, block_size: int) -> list[GroupSpec]:
+    """Mostly hybrids: a full group, and others in any number and order; or windowed ones alone."""
+
+    def windowed() -> GroupSpec:
+        if rng.random() < 0.2:
+            # The reference's chunked hits presume whole blocks.
+            chunk = block_size * rng.choice([1, 2, 5])
+            return GroupSpec(kind=GroupKind.CHUNKED, block_size=block_size, chunk=chunk)
+        window = rng.choice([2, 3, 8, 9, 21, 50])
+        return GroupSpec(kind=GroupKind.SLIDING, block_size=block_size, window=window)
+
+    groups = [windowed() for _ in range(rng.choice([1, 1, 2]))]
+    groups += [groups[0]] * rng.choice([0, 0, 1])
+    groups += [GroupSpec(block_size=block_size)] * rng.choice([0, 1, 1, 1, 2])
+    rng.shuffle(groups)
+    return groups[:4]  # the smallest pool has room for no more
+
+
 class Simulation:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, hybrid: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice([1, 2, 4, 8])
+        self.groups = [GroupSpec(block_size=self.block_size)]
+        if hybrid:
+            self.groups = some_groups(random.Random(seed), self.block_size)
         self.config = SchedulerConfig(
             max_num_seqs=rng.choice([1, 3, 8, 32]),
             max_num_batched_tokens=rng.choice([4, 16, 64, 256]),
@@ -40,6 +65,8 @@ class Simulation:
             async_scheduling=rng.random() < 0.6,
             max_external_wait_s=5.0,
             max_concurrent_loads=rng.choice([1, 4]),
+            max_loading_share=rng.choice([0.0, 0.3, 1.0]),
+            load_rule=rng.choice(list(LoadRule)),
             max_saves_per_step=rng.choice([1, 8]),
             max_pending_saves=rng.choice([2, 100]),
             enable_chunked_prefill=rng.random() < 0.8,
@@ -59,6 +86,8 @@ class Simulation:
             "max_pinned_blocks": rng.choice([0, 0, 3]),
         }
         self.shares = rng.random() < 0.2
+        self.step_s = rng.choice([0.0, 0.01, 100.0])
+        """What the worker says a step takes: loads seem slow, or fast."""
         self.store = SimStore()
         self.hasher = BlockHasher(
             algorithm=HashAlgorithm.XXHASH_CBOR, block_size=self.block_size, none_hash=ROOT
@@ -70,7 +99,7 @@ class Simulation:
             eos_token_ids=(3,),
             make_policy=self.make_policy,
         )
-        self.worker = SimWorker(self.num_blocks, self.block_size, self.store)
+        self.worker = SimWorker(self.num_blocks, self.block_size, self.store, self.groups)
         self.plans = deque()
         self.lookups = []
         self.requests = []
@@ -83,7 +112,7 @@ class Simulation:
     def kv_config(self) -> KVCacheConfig:
         return KVCacheConfig(
             num_blocks=self.num_blocks,
-            groups=(GroupSpec(block_size=self.block_size),),
+            groups=self.groups,
             enable_caching=self.caching,
             watermark=self.rng.choice([0.0, 0.1]),
             **self.kv_options,
@@ -116,7 +145,11 @@ class Simulation:
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             sampling=SamplingParams(
-                max_tokens=self.rng.randint(1, 30), temperature=0.0, ignore_eos=self.rng.random() < 0.7
+                max_tokens=self.rng.randint(1, 30),
+                temperature=0.0,
+                ignore_eos=self.rng.random() < 0.7,
+                logprobs=self.rng.choice([None, None, 1]),
+                prompt_logprobs=self.rng.choice([None, None, None, 0]),
             ),
             chain=chain,
             arrival_s=self.now_s,
@@ -171,12 +204,25 @@ class Simulation:
         if not self.plans:
             return
         result = self.worker.execute(self.plans.popleft())
+        result = msgspec.structs.replace(result, model_time_s=self.step_s * (0.5 + self.rng.random()))
         for output in self.scheduler.apply_result(result, now_s=self.now_s):
             tokens = self.outputs[output.request.sequence]
             assert output.first_index == len(tokens)
             tokens += output.token_ids
+            self.check_logprobs(output)
             if output.finish_reason is not None:
                 self.end(output.request, output.finish_reason)
+
+    def check_logprobs(self, output: Output) -> None:
+        request, sampling = output.request, output.request.sampling
+        first = request.num_prompt_tokens + output.first_index
+        rows, prompt_rows = b"", b""
+        if sampling.logprobs is not None:
+            rows = expected_logprobs(request.token_ids, first, sampling.logprobs)
+        if sampling.prompt_logprobs is not None and output.first_index == 0:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            prompt_rows = expected_logprobs(prompt, 1, sampling.prompt_logprobs)
+        assert (output.logprobs, output.prompt_logprobs) == (rows, prompt_rows)
 
     def end(self, request: Request, reason: FinishReason) -> None:
         assert request.sequence not in self.ended, "ended twice"
@@ -186,20 +232,24 @@ class Simulation:
         if not self.lookups:
             return
         request, attempt = self.lookups.pop(self.rng.randrange(len(self.lookups)))
-        tiers = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
-            if block_hash not in self.store.blocks:
-                break
-            tiers.append(self.rng.choice(["host", "external"]))
-        generation = None if self.rng.random() < 0.1 else self.store.generation
-        self.scheduler.answer_lookup(request, attempt, tiers if generation else (), generation)
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        stored = self.store.stored(
+            self.scheduler.manager.groups, hashes, lambda: self.rng.choice(["host", "external"])
+        )
+        reached = self.rng.random() >= 0.1
+        self.scheduler.answer_lookup(
+            request,
+            attempt,
+            stored if reached else NOTHING_STORED,
+            self.store.generation if reached else None,
+        )
 
     def finish_load(self) -> None:
         if self.worker.loads:
             load = self.rng.choice(self.worker.loads)
             fails = self.rng.random() < 0.3
             report = self.worker.end_load(load, lambda: fails and self.rng.random() < 0.4)
-            for output in self.scheduler.end_load([report]):
+            for output in self.scheduler.end_load([report], now_s=self.now_s):
                 assert self.config.load_failure_policy is LoadFailurePolicy.FAIL
                 assert "kv_load_failure_policy" in output.error
                 self.end(output.request, output.finish_reason)
@@ -222,7 +272,7 @@ class Simulation:
     def lose_worker(self) -> None:
         self.plans.clear()
         self.scheduler.lose_worker()
-        self.worker = SimWorker(self.num_blocks, self.block_size, self.store)
+        self.worker = SimWorker(self.num_blocks, self.block_size, self.store, self.groups)
         for output in self.scheduler.open_session(self.config, self.kv_config(), (3,)):
             self.end(output.request, output.finish_reason)
 
@@ -237,10 +287,33 @@ class Simulation:
         waiting = [r for r in scheduler.unfinished() if r.status is not RequestStatus.RUNNING]
         assert scheduler.num_waiting_tokens == sum(request.queued_tokens for request in waiting)
         assert all(request.queued_tokens for request in waiting)
+        self.check_loads()
         for request in scheduler.running.values():
             assert request.queued_tokens == 0
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens + request.num_placeholders
+
+    def check_loads(self) -> None:
+        scheduler, gate = self.scheduler, self.scheduler.gate
+        assert len(scheduler.loading) <= self.config.max_concurrent_loads
+        filling = [digest for request in scheduler.loading.values() for digest in self.filled_by(request)]
+        assert len(filling) == len(set(filling)), "a block is loaded twice"
+        holders = [*scheduler.loading.values(), *(r for r in scheduler.waiting if r.admitted)]
+        assert gate.num_loading_blocks == sum(map(self.num_held, scheduler.loading.values()))
+        assert gate.num_held_blocks <= gate.limit_blocks or len(holders) == 1
+        assert bool(gate.num_held_blocks) is bool(holders)
+        assert holders or not gate.deferred, "nobody will let the deferred ones try again"
+
+    def num_held(self, request: Request) -> int:
+        """Blocks that its load fills, over all groups."""
+        first = request.num_computed_tokens // self.block_size
+        end = first + request.external.load_tokens // self.block_size
+        tables = self.scheduler.manager.block_ids(request.request_id)
+        return sum(block_id != 0 for table in tables for block_id in table[first:end])
+
+    def filled_by(self, request: Request) -> list[bytes]:
+        first = request.num_computed_tokens // self.block_size
+        return request.block_hashes[first : first + request.external.load_tokens // self.block_size]
 
     def drain(self) -> None:
         for _ in range(20_000):
@@ -270,9 +343,10 @@ class Simulation:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_every_request_ends_once_with_the_right_tokens(seed: int) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_every_request_ends_once_with_the_right_tokens(seed: int, hybrid: bool) -> None:
     print(f"seed {seed}")
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, hybrid=hybrid)
     for _ in range(400):
         simulation.step()
     simulation.drain()

@@ -106,7 +106,7 @@ def test_by_priority_the_lowest_is_preempted_and_the_highest_admitted_first() ->
     "options",
     [
         {},
-        {"must_fit": True},
+        {"must_fit": False},
         {"watermark": 0.2},
         {"max_num_batched_tokens": 5},
         {"long_prefill_token_threshold": 2},

@@ -25,7 +25,8 @@ def test_slots_follow_the_block_tables() -> None:
     )
     assert batch.token_ids[0].tolist() == [102, 103, 104, 105, 106, 108, 100, 101, 102]
     assert batch.positions[0].tolist() == [2, 3, 4, 5, 6, 8, 0, 1, 2]
-    assert batch.slot_blocks.tolist() == [9, 9, 2, 2, 2, 7, 3, 3, 3]
+    (slot_blocks,) = batch.slot_blocks
+    assert slot_blocks.tolist() == [9, 9, 2, 2, 2, 7, 3, 3, 3]
     assert batch.slot_offsets.tolist() == [2, 3, 0, 1, 2, 0, 0, 1, 2]
     assert batch.sample_rows.tolist() == [4, 5]
 

@@ -8,6 +8,7 @@ import pytest
 
 from reprise_worker import fingerprint
 from reprise_worker.fingerprint import model_fingerprint, weights_digest
+from reprise_worker.layer_groups import LayerGroup
 from support.tiny_models import write_model_folder
 
 
@@ -35,7 +36,11 @@ def test_everything_that_changes_blocks_changes_it(folder: Path, tmp_path: Path)
     seen = {of(folder), of(folder, dtype="bfloat16"), of(folder, block_size=32), of(other)}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5.0}
     (folder / "config.json").write_text(json.dumps(config))
-    assert len(seen | {of(folder)}) == 5
+    seen |= {of(folder), of(folder, offload_dtype="fp8_e4m3")}
+    groups = (LayerGroup((1,)), LayerGroup((0,), 9))
+    assert of(folder, groups=(LayerGroup((0, 1)),)) in seen, "one group is as none were named"
+    seen.add(of(folder, groups=groups))
+    assert len(seen) == 7
 
 
 def test_who_wrote_the_config_does_not_matter(folder: Path) -> None:

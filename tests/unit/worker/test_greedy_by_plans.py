@@ -181,7 +181,7 @@ def added(handle: int, *, tokens: int = 4, blocks: tuple[int, ...] = (1,)) -> Ad
         (StepPlan(2, added=(added(1),)), "known"),
         (StepPlan(2, added=(added(5, blocks=(128,)),)), "block ids outside"),
         (StepPlan(2, copies=((0, 0, 5),)), "block ids outside"),
-        (StepPlan(2, copies=((1, 1, 5),)), "names group 1"),
+        (StepPlan(2, copies=((1, 1, 5),)), "names groups outside"),
         (StepPlan(2, scheduled=(ScheduledRequest(9, 0, 1, (), False),)), "handle 9"),
         (StepPlan(2, removed=(1,), scheduled=(ScheduledRequest(1, 0, 1, (), False),)), "handle 1"),
         (StepPlan(2, scheduled=(ScheduledRequest(1, 0, 9, (), False),)), "known ones"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from reprise_worker.kv_cache import KvCache, LayerShape, block_nbytes
+from reprise_worker.kv_cache import KvCache, block_nbytes
+from reprise_worker.layer_groups import LayerShape
 
 LAYERS = (LayerShape(2, 3, 5), LayerShape(1, 4, 4))
 
@@ -33,7 +34,7 @@ def test_a_block_is_layer_by_layer_k_then_v() -> None:
         [part[2].flatten() for pair in zip(kv.keys, kv.values, strict=True) for part in pair]
     )
     assert torch.equal(out.view(torch.float32), expected)
-    assert kv.block_nbytes == block_nbytes(LAYERS, 4, torch.float32) == (2 * 8 + 8) * 4 * 4
+    assert kv.block_nbytes == block_nbytes(LAYERS, kv.groups, 4, torch.float32) == (2 * 8 + 8) * 4 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ from reprise_runtime.settings import load_settings
 from reprise_worker import memory
 from reprise_worker.app import _device, _model_info
 from reprise_worker.attention import TorchAttention
+from reprise_worker.layer_groups import group_layers
 from reprise_worker.memory import pool_size
 from reprise_worker.model import PagedModel
 from reprise_worker.settings import GIB, WorkerSettings
@@ -24,7 +25,8 @@ PER_BLOCK = 3 * 2 * 2 * 16 * 8 * 4  # layers, k and v, heads, tokens, dim, bytes
 
 
 def size(model: PagedModel, **settings: int) -> int:
-    return pool_size(WorkerSettings(model_path="x", **settings), model, TorchAttention())  # type: ignore[arg-type]
+    groups = group_layers(model.layers, model.windows)
+    return pool_size(WorkerSettings(model_path="x", **settings), model, groups, TorchAttention())  # type: ignore[arg-type]
 
 
 def test_the_budget_decides_unless_blocks_are_given(model: PagedModel) -> None:
@@ -59,7 +61,7 @@ def test_a_full_step_fits_the_scratch_cache(model: PagedModel) -> None:
 
 def test_a_sequence_limit_beyond_the_model_is_refused(model: PagedModel, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="257 exceeds the model's limit of 256"):
-        _model_info(WorkerSettings(model_path="x", max_model_len=257), tmp_path, model)
+        _model_info(WorkerSettings(model_path="x", max_model_len=257), tmp_path, model, ())
 
 
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

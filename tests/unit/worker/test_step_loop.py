@@ -5,7 +5,14 @@ from queue import SimpleQueue
 import pytest
 from prometheus_client import CollectorRegistry
 
-from reprise_core.steps import AddedRequest, LoadReport, ScheduledRequest, StepPlan, StepResult, pack_ids
+from reprise_core.steps import (
+    AddedRequest,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TransferReport,
+    pack_ids,
+)
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.ports import Event, PlanArrived, SessionBegan, SessionEnded, Stop
 from reprise_worker.step_loop import StepLoop
@@ -24,7 +31,7 @@ class Journal(NoMover):
     def send_result(self, session: bytes, result: StepResult) -> None:
         self.entries.append(("result", session, result.step_id))
 
-    def send_loads(self, session: bytes, reports: tuple[LoadReport, ...]) -> None:
+    def send_transfers(self, session: bytes, report: TransferReport) -> None:
         raise AssertionError("the step loop reports no loads")
 
     def drop_session(self, session: bytes) -> None:

@@ -1,5 +1,6 @@
 """Saves and loads, without a socket: what is asked, what is written, what is reported."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,17 +10,20 @@ from prometheus_client import CollectorRegistry
 
 from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
-from reprise_core.steps import BlockLoad, LoadReport, pack_ids, unpack_ids
+from reprise_core.steps import BlockLoad, LoadReport, TransferMeasure, TransferReport, pack_ids, unpack_ids
+from reprise_runtime.shared_memory import make_memory
 from reprise_wire.block_codec import encode_header
 from reprise_wire.block_transfer import (
     TRANSFER_VERSION,
     Keyspace,
+    Place,
     TransferHeader,
     TransferKind,
     decode_transfer,
     encode_transfer,
 )
-from reprise_worker.kv_cache import KvCache, LayerShape
+from reprise_worker.kv_cache import KvCache
+from reprise_worker.layer_groups import LayerShape
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.transfer import NoStore, TransferLimits, Transfers
 from support.runner_driver import block_save
@@ -45,8 +49,11 @@ class Bench:
     limits: TransferLimits
     now_s: float = 0.0
     connected: bool = True
+    fp8: bool = False
     sent: list[Sent] = field(default_factory=list)
     reports: list[LoadReport] = field(default_factory=list)
+    loaded: list[TransferMeasure] = field(default_factory=list)
+    saved: list[TransferMeasure] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -66,12 +73,16 @@ class Bench:
             metrics=WorkerMetrics(self.registry),
             report=self.report,
             clock=lambda: self.now_s,
+            fp8=self.fp8,
         )
         self.transfers.begin_session(SESSION)
 
-    def report(self, session: bytes, reports: tuple[LoadReport, ...]) -> None:
+    def report(self, session: bytes, report: TransferReport) -> None:
         assert session == SESSION
-        self.reports += reports
+        assert len(report.loads) == len(report.loaded)
+        self.reports += report.loads
+        self.loaded += report.loaded
+        self.saved += report.saved
 
     def send(self, frames: Sequence[bytes | memoryview]) -> bool:
         if self.connected:
@@ -86,15 +97,16 @@ class Bench:
     def answer(self, sent: Sent, kind: TransferKind, values: Sequence[bytes] = (), **more: object) -> None:
         keys = sent.header.keys if kind is TransferKind.LOADED else ()
         header = TransferHeader(TRANSFER_VERSION, kind, sent.header.transfer_id, keys=keys, **more)  # type: ignore[arg-type]
-        self.transfers.receive([encode_transfer(header), *values])
+        frames = [encode_transfer(header), *values]
+        self.transfers.receive(decode_transfer(frames), frames[1:])
 
     def value(self, block_id: int, block_hash: BlockHash, fingerprint: str = FINGERPRINT) -> bytes:
         """A block of the cache as another worker would have saved it."""
         out = torch.empty(self.kv.block_nbytes, dtype=torch.uint8)
         self.kv.export_block(block_id, out)
         payload = out.numpy().tobytes()
-        identity = bytes.fromhex(fingerprint)
-        return encode_header(payload, block_hash=block_hash, num_tokens=4, fingerprint=identity) + payload
+        wanted = self.kv.block_format(bytes.fromhex(fingerprint))
+        return encode_header(payload, block_hash=block_hash, format=wanted) + payload
 
     def load(self, blocks: Sequence[int], hashes: Sequence[BlockHash], handle: int = 7) -> None:
         self.transfers.load([BlockLoad(handle, 0, pack_ids(blocks), tuple(hashes), 3)])
@@ -108,7 +120,7 @@ def limits(**changes: float) -> TransferLimits:
         "staging_bytes": 16 * 1024,
         "max_saves_in_flight": 4,
         "max_pending_loads": 3,
-        "max_load_blocks_in_flight": 20,
+        "max_load_blocks_in_flight": 36,
         "load_timeout_s": 5.0,
         "save_timeout_s": 30.0,
     }
@@ -136,6 +148,25 @@ def test_a_saved_block_loads_into_another(bench: Bench) -> None:
     bench.answer(asked, TransferKind.LOADED, saved.values)
     assert bench.reports == [LoadReport(7, 0)]
     assert bench.kv.keys[0][6].any()
+
+
+def test_every_transfer_is_measured_when_it_is_over(bench: Bench) -> None:
+    bench.transfers.save([block_save(5, hash_of(1)), block_save(5, hash_of(2))])
+    (saved,) = bench.pump()
+    nbytes = len(bench.value(5, hash_of(1)))
+    bench.now_s = 0.5
+    bench.answer(saved, TransferKind.SAVED, accepted=(True, False))
+    assert bench.saved == [TransferMeasure(2, nbytes, 0.5)]
+    bench.load([6, 7], [hash_of(1), hash_of(2)])
+    (asked,) = bench.pump()
+    bench.now_s = 2.0
+    bench.answer(asked, TransferKind.LOADED, [bench.value(5, hash_of(1)), b""])
+    assert bench.loaded == [TransferMeasure(2, nbytes, 1.5)]
+    bench.transfers.save([block_save(5, hash_of(3))])
+    bench.pump()
+    bench.now_s = 40.0
+    bench.pump()
+    assert bench.saved[1:] == [TransferMeasure(1, 0, 38.0)]
 
 
 def test_loaded_bytes_are_the_saved_ones(bench: Bench) -> None:
@@ -225,7 +256,7 @@ def test_a_new_session_drops_the_loads_of_the_old_one(bench: Bench) -> None:
 
 def test_full_staging_drops_and_counts(bench: Bench) -> None:
     bench.connected = False
-    room = bench.transfers._rows.shape[0]
+    room = bench.transfers._staging.num_rows
     saves = [block_save(1, hash_of(number)) for number in range(room + 5)]
     assert bench.transfers.save(saves) == 5
     bench.pump()
@@ -265,15 +296,128 @@ def test_a_long_load_goes_in_pieces_within_its_limit(bench: Bench) -> None:
     hashes = [hash_of(number) for number in range(40)]
     bench.load(range(20, 60), hashes)
     first, second = bench.pump()
-    assert [len(sent.header.keys) for sent in (first, second)] == [16, 4]
-    bench.answer(first, TransferKind.LOADED, [bench.value(1, block_hash) for block_hash in hashes[:16]])
+    assert [len(sent.header.keys) for sent in (first, second)] == [32, 4]
+    bench.answer(first, TransferKind.LOADED, [bench.value(1, block_hash) for block_hash in hashes[:32]])
     assert bench.reports == []
     (third,) = bench.pump()
-    bench.answer(second, TransferKind.LOADED, [bench.value(2, block_hash) for block_hash in hashes[16:20]])
-    bench.answer(third, TransferKind.LOADED, [b""] * 16)
-    (fourth,) = bench.pump()
-    bench.answer(fourth, TransferKind.LOADED, [bench.value(3, block_hash) for block_hash in hashes[36:]])
-    assert bench.reports == [LoadReport(7, 0, pack_ids(range(40, 56)), "missing")]
+    bench.answer(second, TransferKind.LOADED, [b""] * 4)
+    bench.answer(third, TransferKind.LOADED, [bench.value(3, block_hash) for block_hash in hashes[36:]])
+    assert bench.reports == [LoadReport(7, 0, pack_ids(range(52, 56)), "missing")]
+
+
+def share(bench: Bench, *values: bytes) -> tuple[Place, ...]:
+    """The store's memory with these values in it; the worker may read it."""
+    memory = make_memory("test-store", 64 * 1024)
+    bench.transfers.store_arrived(memory)
+    places, offset = [], 0
+    for value in values:
+        os.pwrite(memory.fd, value, offset)
+        places.append(Place(offset, len(value)))
+        offset += len(value)
+    return tuple(places)
+
+
+def test_values_in_place_are_copied_checked_and_released(bench: Bench) -> None:
+    places = share(bench, bench.value(1, hash_of(1)), bench.value(2, hash_of(2)))
+    frame = bench.value(3, hash_of(3))
+    bench.load([20, 21, 22, 23], [hash_of(number) for number in (1, 2, 3, 4)])
+    (asked,) = bench.pump()
+    mixed = (*places, Place(-1, len(frame)), Place(0, 0))
+    bench.answer(asked, TransferKind.LOADED, [frame], places=mixed)
+    assert bench.reports == [LoadReport(7, 0, pack_ids([23]), "missing")]
+    assert all(torch.equal(bench.kv.keys[0][20 + i], bench.kv.keys[0][1 + i]) for i in range(3))
+    (release,) = bench.pump()
+    assert release.header.kind == TransferKind.RELEASE
+    assert release.header.released == (asked.header.transfer_id,)
+    assert bench.pump() == []
+
+
+def test_a_place_that_was_given_to_another_value_is_refused(bench: Bench) -> None:
+    """As after a lease has run out: the bytes there are a good block, of another hash."""
+    (place,) = share(bench, bench.value(2, hash_of(2)))
+    bench.load([20], [hash_of(1)])
+    bench.answer(bench.pump()[0], TransferKind.LOADED, places=(place,))
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20]), "damaged")]
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [(Place(1 << 30, 576), "damaged"), (Place(1, 576), "foreign"), (Place(0, 575), "damaged")],
+)
+def test_a_place_that_is_no_block_is_refused(bench: Bench, place: Place, reason: str) -> None:
+    share(bench, bench.value(1, hash_of(1)))
+    bench.load([20], [hash_of(1)])
+    bench.answer(bench.pump()[0], TransferKind.LOADED, places=(place,))
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20]), reason)]
+
+
+def test_a_late_answer_by_place_is_released_and_not_written(bench: Bench) -> None:
+    before = bench.kv.keys[0][20].clone()
+    (place,) = share(bench, bench.value(1, hash_of(1)))
+    bench.load([20], [hash_of(1)])
+    (asked,) = bench.pump()
+    bench.now_s = 5.0
+    bench.pump()
+    bench.answer(asked, TransferKind.LOADED, places=(place,))
+    assert torch.equal(bench.kv.keys[0][20], before)
+    assert bench.pump()[0].header.released == (asked.header.transfer_id,)
+
+
+def test_rows_that_the_store_reads_are_kept_until_its_answer(bench: Bench) -> None:
+    share(bench)
+    bench.transfers.save([block_save(5, hash_of(1)), block_save(6, hash_of(2))])
+    (saved,) = bench.pump()
+    assert saved.values == []
+    memory = bench.transfers.staging_memory
+    assert memory is not None
+    values = [os.pread(memory.fd, place.nbytes, place.offset) for place in saved.header.places]
+    assert values == [bench.value(5, hash_of(1)), bench.value(6, hash_of(2))]
+    assert bench.metric("staging_blocks_used") == 2
+    bench.answer(saved, TransferKind.SAVED, accepted=(True, False))
+    assert bench.metric("staging_blocks_used") == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_blocks_in_8_bits_come_back_nearly_the_same(shared: bool) -> None:
+    """The first attempt finds nobody: the block must not be encoded twice."""
+    bench = Bench(limits(), connected=False, fp8=True)
+    if shared:
+        share(bench)
+    bench.transfers.save([block_save(5, hash_of(1))])
+    bench.pump()
+    bench.connected = True
+    (saved,) = bench.pump()
+    if shared:
+        (place,) = saved.header.places
+        assert bench.transfers.staging_memory is not None
+        value = os.pread(bench.transfers.staging_memory.fd, place.nbytes, place.offset)
+    else:
+        (value,) = saved.values
+    assert len(value) == 64 + bench.kv.block_nbytes // 4 + 8
+    bench.load([20], [hash_of(1)])
+    (asked,) = bench.pump()
+    if shared:
+        bench.answer(asked, TransferKind.LOADED, places=share(bench, value))
+    else:
+        bench.answer(asked, TransferKind.LOADED, [value])
+    assert bench.reports == [LoadReport(7, 0)]
+    assert torch.allclose(bench.kv.keys[0][20], bench.kv.keys[0][5], rtol=1 / 16, atol=1e-3)
+    # A block that was stored in full is of another format.
+    bench.load([21], [hash_of(2)])
+    asked, *_ = bench.pump()
+    bench.answer(asked, TransferKind.LOADED, [bench.value(2, hash_of(2))])
+    assert bench.reports[-1].reason == "foreign"
+
+
+def test_a_store_that_leaves_ends_what_it_was_asked(bench: Bench) -> None:
+    share(bench)
+    bench.transfers.save([block_save(5, hash_of(1))])
+    bench.load([20, 21], [hash_of(1), hash_of(2)])
+    bench.pump()
+    bench.transfers.store_left()
+    assert bench.reports == [LoadReport(7, 0, pack_ids([20, 21]), "unavailable")]
+    assert bench.metric("saves_failed_total", reason="unavailable") == 1
+    assert bench.metric("staging_blocks_used") == bench.metric("store_memory_shared") == 0
 
 
 def test_too_many_loads_fail_at_once(bench: Bench) -> None:
@@ -289,7 +433,7 @@ def test_too_many_loads_fail_at_once(bench: Bench) -> None:
 @pytest.mark.parametrize("kind", ["save", "load", "nonsense"])
 def test_what_a_store_never_says_is_malformed(bench: Bench, kind: str) -> None:
     with pytest.raises(DataLoss):
-        bench.transfers.receive([encode_transfer(TransferHeader(TRANSFER_VERSION, kind, 1))])
+        bench.transfers.receive(TransferHeader(TRANSFER_VERSION, kind, 1), [])
 
 
 def test_keys_that_were_not_asked_fill_nothing(bench: Bench) -> None:
@@ -304,10 +448,11 @@ def test_keys_that_were_not_asked_fill_nothing(bench: Bench) -> None:
 
 
 def test_without_a_store_saves_are_dropped_and_loads_fail() -> None:
-    reports: list[tuple[bytes, tuple[LoadReport, ...]]] = []
+    reports: list[tuple[bytes, TransferReport]] = []
     metrics = WorkerMetrics(CollectorRegistry())
     no_store = NoStore(metrics, lambda session, ended: reports.append((session, ended)))
     no_store.begin_session(SESSION)
     assert no_store.save([block_save(1, hash_of(1))]) == 1
     no_store.load([BlockLoad(4, 0, pack_ids([9]), (hash_of(1),), 0)])
-    assert reports == [(SESSION, (LoadReport(4, 0, pack_ids([9]), "unavailable"),))]
+    failed = LoadReport(4, 0, pack_ids([9]), "unavailable")
+    assert reports == [(SESSION, TransferReport((failed,)))]

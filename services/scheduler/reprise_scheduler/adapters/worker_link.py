@@ -60,6 +60,7 @@ class WorkerLink:
         self._session = b""
         self._identity = b""
         self._worker_id = ""
+        self._greeting = 0
         self._plans_sent = 0
         self._heard_s = 0.0
 
@@ -80,9 +81,16 @@ class WorkerLink:
         self._send(self._identity, Kind.PLAN, plan, step_id=plan.step_id)
 
     def _send(
-        self, identity: bytes, kind: Kind, body: StepPlan | Welcome | Refused | Stale, *, step_id: int = 0
+        self,
+        identity: bytes,
+        kind: Kind,
+        body: StepPlan | Welcome | Refused | Stale,
+        *,
+        session: bytes | None = None,
+        step_id: int = 0,
     ) -> None:
-        frames = encode(kind, body, session=self._session, step_id=step_id)
+        """`session` None = the present one."""
+        frames = encode(kind, body, session=self._session if session is None else session, step_id=step_id)
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -111,7 +119,7 @@ class WorkerLink:
             return
         if header.session != self._session or not self._session:
             self._metrics.stale.inc()
-            self._send(identity, Kind.STALE, Stale())
+            self._send(identity, Kind.STALE, Stale(), session=header.session)
             return
         self._heard_s = time.monotonic()
         if header.kind == Kind.RESULT:
@@ -126,8 +134,7 @@ class WorkerLink:
             raise DataLoss(f"unknown kind {header.kind!r}")
 
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
-        repeated = hello.worker_id == self._worker_id and self._session and not self._plans_sent
-        if not repeated and not self._open_session(identity, hello):
+        if not self._is_repeated(identity, hello) and not self._open_session(identity, hello):
             return
         self._identity = identity
         self._heard_s = time.monotonic()
@@ -136,6 +143,15 @@ class WorkerLink:
             Kind.WELCOME,
             Welcome(heartbeat_interval_s=self._timeout_s / 5, engine_id=self._engine_id),
         )
+
+    def _is_repeated(self, identity: bytes, hello: Hello) -> bool:
+        """Whether the HELLO was sent while the answer to one before was on its way. A new session for it
+        would end the one that has just begun, and so on for ever on a machine that is slow to answer.
+
+        Plans that went to another connection are lost, and so is their session.
+        """
+        same_greeting = (hello.worker_id, hello.greeting) == (self._worker_id, self._greeting)
+        return bool(self._session) and same_greeting and (identity == self._identity or not self._plans_sent)
 
     def _open_session(self, identity: bytes, hello: Hello) -> bool:
         if hello.world_size != 1:
@@ -150,7 +166,7 @@ class WorkerLink:
             self._refuse(identity, PROTOCOL_VERSION, str(error))
             return False
         self._session = secrets.token_bytes(SESSION_ID_NBYTES)
-        self._worker_id = hello.worker_id
+        self._worker_id, self._greeting = hello.worker_id, hello.greeting
         self._plans_sent = 0
         self._metrics.sessions.inc()
         self._log.info(

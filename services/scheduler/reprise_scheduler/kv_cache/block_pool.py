@@ -132,6 +132,13 @@ class BlockPool:
     def own_hash(self, block_id: BlockId) -> BlockHash | None:
         return self._own[block_id]
 
+    def own_hashes(self) -> list[BlockHash | None]:
+        """By block id."""
+        return list(self._own)
+
+    def holds(self, block_id: BlockId, group_id: GroupId, block_hash: BlockHash) -> bool:
+        return self._own[block_id] == block_hash and self._group_of[block_id] == group_id
+
     def entries(self, block_id: BlockId) -> list[tuple[BlockHash, GroupId]]:
         """The own entry first, additional ones in byte order."""
         own = self._own[block_id]

@@ -31,10 +31,11 @@ class EventLog:
     request, and a removed one per entry of a block taken.
     """
 
-    __slots__ = ("_events", "_external", "enabled")
+    __slots__ = ("_events", "_external", "_report_mark", "enabled")
 
-    def __init__(self, *, enabled: bool, integer_hashes: bool = True) -> None:
+    def __init__(self, *, enabled: bool, integer_hashes: bool = True, mark_reports: bool = False) -> None:
         self.enabled = enabled
+        self._report_mark = True if mark_reports else None
         self._external: Callable[[BlockHash], ExternalHash] = external_hash if integer_hashes else bytes
         self._events: list[KvEvent] = []
 
@@ -54,6 +55,10 @@ class EventLog:
         if self.enabled:
             self._events.append(AllBlocksCleared())
 
+    def reported(self, request: CachedRequest, group: Group, end_block: int) -> None:
+        """The request's first blocks, which are there already and are named again."""
+        self.stored(request, group, 0, end_block, block_size=group.block_size, report=self._report_mark)
+
     def stored(
         self,
         request: CachedRequest,
@@ -63,6 +68,7 @@ class EventLog:
         *,
         block_size: int,
         kept: Sequence[int] | None = None,
+        report: bool | None = None,
     ) -> None:
         """Blocks [first_block, end_block) of `block_size` tokens each, counted from token 0.
 
@@ -93,6 +99,7 @@ class EventLog:
                 group_idx=group.id,
                 kv_cache_spec_kind=SPEC_KINDS[group.kind],
                 kv_cache_spec_sliding_window=group.window,
+                report=report,
             )
         )
 

@@ -1,5 +1,8 @@
 """One group's arithmetic: which blocks a request needs and which have left its window."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 from reprise_core.ids import GroupId
 from reprise_scheduler.kv_cache.config import GroupKind, GroupSpec, KVCacheConfig
 
@@ -69,3 +72,20 @@ class Group:
         if self.kind is GroupKind.CHUNKED:
             return ceil_div(self.chunk + max_in_flight, self.block_size)
         return None
+
+
+def most_tokens(groups: Sequence[Group], num_blocks: int, *, limit_tokens: int) -> int:
+    """The longest sequence, at most `limit_tokens`, that one request can hold in so many blocks whichever
+    way it was computed."""
+
+    def held(group: Group, num_tokens: int) -> int:
+        length = ceil_div(num_tokens, group.block_size)
+        if group.max_admission_blocks is None:
+            return length
+        # One more where a chunk begins inside a block, and one for a block that is copied.
+        return min(length, group.max_admission_blocks + 2)
+
+    def needed(num_tokens: int) -> int:
+        return sum(held(group, num_tokens) for group in groups)
+
+    return bisect_right(range(limit_tokens + 1), num_blocks, key=needed) - 1

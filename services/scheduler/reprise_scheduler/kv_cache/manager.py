@@ -35,14 +35,18 @@ class KVCacheManager:
         *,
         enable_events: bool = False,
         integer_hashes: bool = True,
+        mark_reports: bool = False,
         eviction_policy: EvictionPolicy | None = None,
     ) -> None:
         """`integer_hashes`: events name blocks by the low 64 bits of their hashes, else by all bytes.
+        `mark_reports`: stored events that name resident blocks again say so, which the reference's do not.
         `eviction_policy` was made for this pool; None = least recently used.
         """
         self.config = config
         self._groups = tuple(Group(GroupId(i), spec, config) for i, spec in enumerate(config.groups))
-        self._events = EventLog(enabled=enable_events, integer_hashes=integer_hashes)
+        self._events = EventLog(
+            enabled=enable_events, integer_hashes=integer_hashes, mark_reports=mark_reports
+        )
         self._verifier = TokenVerifier() if config.verify_tokens else None
         self._misses = MissTracker(lambda: self._pool.num_taken) if config.track_misses else None
         observing = eviction_policy if eviction_policy is not None and eviction_policy.observes else None
@@ -98,7 +102,7 @@ class KVCacheManager:
         if request.report_full and hit.num_tokens:
             for group, blocks in zip(self._groups, hit.blocks, strict=True):
                 if blocks:
-                    self._events.stored(request, group, 0, len(blocks), block_size=group.block_size)
+                    self._events.reported(request, group, len(blocks))
         return hit
 
     def explain_miss(
@@ -294,6 +298,14 @@ class KVCacheManager:
     # --- asking --------------------------------------------------------------------------------
 
     @property
+    def groups(self) -> Sequence[Group]:
+        return self._groups
+
+    @property
+    def has_cached_blocks(self) -> bool:
+        return any(index.first for index in self._pool.indexes)
+
+    @property
     def usage(self) -> float:
         """Share of the blocks that are held, 0 to 1."""
         return self._pool.usage
@@ -314,6 +326,14 @@ class KVCacheManager:
     def block_hash_of(self, block_id: BlockId) -> BlockHash | None:
         """The hash of the block's own entry as it is now."""
         return self._pool.own_hash(block_id)
+
+    def block_hashes(self) -> Sequence[BlockHash | None]:
+        """By block id, as they are now. Cost grows with the pool."""
+        return self._pool.own_hashes()
+
+    def holds(self, block_id: BlockId, group_id: GroupId, block_hash: BlockHash) -> bool:
+        """Whether this is the block's own entry now: it may have been handed to another group since."""
+        return self._pool.holds(block_id, group_id, block_hash)
 
     def entries_of(self, block_id: BlockId) -> list[tuple[BlockHash, GroupId]]:
         """The block's hash entries: its own one first, additional ones in byte order."""

@@ -28,6 +28,7 @@ class MissKind(StrEnum):
     NEVER_SEEN = "never_seen"  # As far as is remembered.
     EVICTED = "evicted"  # `evicted_ago` says how long ago.
     OTHER_NAMESPACE = "other_namespace"  # The same tokens are cached under another salt or adapter.
+    LOAD_SKIPPED = "load_skipped"  # The store has more, but loading is not worth it; `rule` says why.
     SHORTENED = "shortened"  # Cached, but a rule of the groups shortened the hit.
 
 

@@ -1,7 +1,10 @@
 """Looking a request up: the coordinator's search, and what is optional around it."""
 
 from collections.abc import Sequence
+from itertools import repeat
 
+from reprise_core.ids import BlockId
+from reprise_scheduler.kv_cache.config import NULL_BLOCK
 from reprise_scheduler.kv_cache.coordinator import Coordinator
 from reprise_scheduler.kv_cache.group import Group
 from reprise_scheduler.kv_cache.hash_index import HashIndex
@@ -60,11 +63,23 @@ class PrefixLookup:
         if not hashes or num_tokens % self._coordinator.alignment or hashes[-1] not in self._indexes[0].first:
             return None
         whole = self._longest(request, num_tokens)
-        sources = tuple(blocks[-1] for blocks in whole.blocks if blocks)
-        if whole.num_tokens < num_tokens or len(sources) < len(self._groups) or not all(sources):
+        if whole.num_tokens < num_tokens:
             return None
+        # The last token is computed again: its window may reach further back than a hit of all tokens does.
+        before = self._longest(request, num_tokens - self._coordinator.alignment)
+        blocks = tuple(map(_merged, whole.blocks, before.blocks))
+        for group, adopted, found in zip(self._groups, blocks, whole.blocks, strict=True):
+            first_read = group.skipped_tokens(num_tokens - 1) // group.block_size
+            if not all(adopted[first_read:]) or not found[-1]:
+                return None
         return PrefixHit(
-            blocks=tuple(blocks[:-1] for blocks in whole.blocks),
+            blocks=blocks,
             num_tokens=num_tokens - 1,
-            copy_sources=sources,
+            copy_sources=tuple(found[-1] for found in whole.blocks),
         )
+
+
+def _merged(whole: Sequence[BlockId], before: Sequence[BlockId]) -> tuple[BlockId, ...]:
+    """All blocks but the last, each from whichever hit has it."""
+    others = (*before, *repeat(NULL_BLOCK, len(whole)))
+    return tuple(one or other for one, other in zip(whole[:-1], others, strict=False))

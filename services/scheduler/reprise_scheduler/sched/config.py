@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from reprise_scheduler.sched.load_cost import LoadRule
+
 
 class SchedulingPolicy(StrEnum):
     FCFS = "fcfs"
@@ -47,13 +49,18 @@ class SchedulerConfig:
     """Off: a prompt is computed in one step or waits for a step with room; the context is then no longer
     than a step, and the threshold above means nothing."""
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    must_fit: bool = False
-    """Admit a request only when its whole present sequence fits."""
+    must_fit: bool = True
+    """Admit a request only when its whole present sequence fits, and not when its first chunk does: one
+    that cannot finish its prompt only takes blocks from those that run. On by default, as in the reference
+    (`--scheduler-reserve-full-isl`)."""
     async_scheduling: bool = True
     """Plan the next step while one runs."""
     max_external_wait_s: float = 1.0
     """How long a request waits for the connector's answer before it is computed without it."""
     max_concurrent_loads: int = 16
+    max_loading_share: float = 0.5
+    """The part of the pool that loads may fill for requests that do not run yet."""
+    load_rule: LoadRule = LoadRule.MEASURED
     kv_role: KvRole = KvRole.BOTH
     load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     max_saves_per_step: int = 64

@@ -8,46 +8,74 @@ The worker copies it out before the plan overwrites anything.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from reprise_core.ids import BlockHash, BlockId, GroupId
 from reprise_core.steps import BlockSave
+from reprise_scheduler.kv_cache.config import NULL_BLOCK
+from reprise_scheduler.kv_cache.group import Group
 from reprise_scheduler.sched.config import KvRole, SchedulerConfig
+from reprise_scheduler.sched.load_cost import LoadCost
 from reprise_scheduler.sched.outputs import Counters
-from reprise_scheduler.sched.request import Request
+from reprise_scheduler.sched.request import External, Request
+from reprise_scheduler.sched.stored_blocks import LoadRanges, StoredBlocks
 
-NULL_BLOCK = 0
-HashOfBlock = Callable[[BlockId], BlockHash | None]
+FAILED_FOR_S = 10.0
+"""How long a block that could not be loaded is not asked for again: long enough that those who share it
+reuse what the first of them computes."""
+MAX_FAILED = 65_536
+Holds = Callable[[BlockId, GroupId, BlockHash], bool]
+"""Whether a block of a group still carries a hash."""
 
 
 class Connector:
     def __init__(
-        self, config: SchedulerConfig, *, enabled: bool, block_size: int, num_groups: int, counters: Counters
+        self,
+        config: SchedulerConfig,
+        *,
+        enabled: bool,
+        block_size: int,
+        groups: Sequence[Group],
+        cached: Callable[[], Sequence[BlockHash | None]],
+        counters: Counters,
     ) -> None:
+        """`block_size` is every group's, where the connector is enabled. `cached`: the hash that each block
+        of the device carries now, by block id."""
         self.enabled = enabled
         self.looking_up: dict[int, Request] = {}
         """By sequence: requests that wait for the store's answer."""
         self.generation: int | None = None
         """Of the external tier, as it last answered; None = never reached, and nothing is saved."""
+        self.cost = LoadCost(config.load_rule, block_size)
+        self.ranges = LoadRanges(groups, block_size)
+        self.num_saves_in_flight = 0
+        """Blocks in plans, of which it is not known yet what came of them."""
         self.saves = SaveQueue(max_pending=config.max_pending_saves, counters=counters)
         self._loads = config.kv_role is not KvRole.PRODUCER
         self._saves = config.kv_role is not KvRole.CONSUMER
         self._max_wait_s = config.max_external_wait_s
         self._block_size = block_size
-        self._groups = [GroupId(index) for index in range(num_groups)]
+        self._groups = groups
+        self._cached = cached
         self._counters = counters
         self._wanted: list[Request] = []
+        self._failed: OrderedDict[BlockHash, float] = OrderedDict()
+        """Until when, on the clock of the plans."""
 
     def ask(self, request: Request) -> bool:
         """Whether the request has to wait for an answer before it may be admitted."""
         num_blocks = (request.num_tokens - 1) // self._block_size
-        request.external_tiers = ()
-        if not self.enabled or not self._loads or num_blocks == 0 or request.skip_lookup:
+        request.external = External()
+        if not self.loads_for(request) or num_blocks == 0:
             return False
-        request.external_wait_until_s = None
         self.looking_up[request.sequence] = request
         self._wanted.append(request)
         return True
+
+    def loads_for(self, request: Request) -> bool:
+        """Not for adapters: an external key would have to name the adapter's content, and neither the worker
+        nor the store is told it, so its blocks are neither loaded nor saved."""
+        return self.enabled and self._loads and not request.skip_lookup and request.lora is None
 
     def take_lookups(self, now_s: float) -> list[tuple[Request, int]]:
         """Look-ups to start, each with its attempt, which the answer repeats."""
@@ -55,24 +83,21 @@ class Connector:
         started = []
         for request in wanted:
             if self.looking_up.get(request.sequence) is request:
-                request.external_wait_until_s = now_s + self._max_wait_s
+                request.external.wait_until_s = now_s + self._max_wait_s
                 started.append((request, request.num_preemptions))
         return started
 
-    def answer(self, request: Request, attempt: int, tiers: Sequence[str], generation: int | None) -> bool:
-        """`tiers`: per block from the front the tier that has it; the first miss ends the list.
-
-        `generation` None = the store could not be asked. True when the request may now be admitted;
-        answers that come too late are ignored.
-        """
+    def answer(self, request: Request, attempt: int, stored: StoredBlocks, generation: int | None) -> bool:
+        """`generation` None = the store could not be asked. True when the request may now be admitted;
+        answers that come too late are ignored."""
         if generation is not None:
             self.set_generation(generation)
         if attempt != request.num_preemptions or self.looking_up.get(request.sequence) is not request:
             return False
         del self.looking_up[request.sequence]
-        request.external_tiers = tuple(tiers)
+        request.external.stored = stored
         if generation is not None:
-            self._note_stored(request, len(tiers))
+            self._note_stored(request, stored)
         return True
 
     def expire(self, now_s: float) -> list[Request]:
@@ -80,7 +105,7 @@ class Connector:
         late = [
             request
             for request in self.looking_up.values()
-            if request.external_wait_until_s is not None and now_s >= request.external_wait_until_s
+            if request.external.wait_until_s is not None and now_s >= request.external.wait_until_s
         ]
         for request in late:
             del self.looking_up[request.sequence]
@@ -88,42 +113,83 @@ class Connector:
         return late
 
     def set_generation(self, generation: int) -> None:
-        """Another generation than before: everything saved so far is gone."""
+        """Another generation than before: everything saved so far is gone, and what is on the device may be
+        what a reset was to drop, so that is not saved again."""
         if generation != self.generation:
             self.saves.forget_all()
+            if self.generation is not None:
+                self.saves.keep_back(self._cached())
         self.generation = generation
 
-    def external_tokens(self, request: Request, num_local_tokens: int) -> int:
+    def external_tokens(self, request: Request, num_local_tokens: int, *, now_s: float) -> int:
         """Tokens after the local hit that the store can supply; at least one is left to compute."""
-        num_blocks = min(len(request.external_tiers or ()), (request.num_tokens - 1) // self._block_size)
-        return max(num_blocks * self._block_size - num_local_tokens, 0)
+        size, external = self._block_size, request.external
+        limit = min(external.limit_blocks, (request.num_tokens - 1) // size)
+        self._forget_failed(now_s)
+        failed: set[int] = set()
+        if self._failed:
+            failed = {i for i, digest in enumerate(request.block_hashes[:limit]) if digest in self._failed}
+        first = num_local_tokens // size
+        end = self.ranges.end(external.stored, first=first, limit=limit, failed=failed)
+        return max(end * size - num_local_tokens, 0)
+
+    def note_failed(self, block_hashes: Iterable[BlockHash], *, now_s: float) -> None:
+        """These could not be loaded; once they are computed they are worth saving again."""
+        for block_hash in block_hashes:
+            self._failed.pop(block_hash, None)
+            self._failed[block_hash] = now_s + FAILED_FOR_S
+            for group in self._groups:
+                self.saves.note_missing(group.id, block_hash)
+        self._forget_failed(now_s)
+
+    def _forget_failed(self, now_s: float) -> None:
+        """Those whose time is over, and past the limit those whose time is over first."""
+        while self._failed and (len(self._failed) > MAX_FAILED or next(iter(self._failed.values())) <= now_s):
+            self._failed.popitem(last=False)
 
     def offer(self, request: Request, num_tokens: int, tables: Sequence[Sequence[BlockId]]) -> None:
-        """Blocks of the request up to `num_tokens` confirmed tokens are worth saving."""
+        """Blocks of the request up to `num_tokens` confirmed tokens are worth saving.
+
+        `tables` are those of the plan that filled the last of them: a block that has left its window since
+        is offered too, for it can be saved as long as it carries its hash.
+        """
         num_blocks = min(num_tokens // self._block_size, len(request.block_hashes))
-        if not self.enabled or not self._saves or self.generation is None:
+        if not self.enabled or not self._saves or self.generation is None or request.lora is not None:
             return
         for index in range(request.num_saved_blocks, num_blocks):
-            for group_id, table in zip(self._groups, tables, strict=True):
+            for group, table in zip(self._groups, tables, strict=True):
                 if table[index] != NULL_BLOCK:
-                    self.saves.offer(group_id, table[index], request.block_hashes[index])
+                    self.saves.offer(group.id, table[index], request.block_hashes[index])
         request.num_saved_blocks = max(request.num_saved_blocks, num_blocks)
 
-    def take_saves(self, limit: int, hash_of_block: HashOfBlock) -> tuple[BlockSave, ...]:
+    def take_saves(self, limit: int, holds: Holds) -> tuple[BlockSave, ...]:
         if self.generation is None:
             return ()
-        return self.saves.take(limit, generation=self.generation, hash_of_block=hash_of_block)
+        saves = self.saves.take(limit, generation=self.generation, holds=holds)
+        self.num_saves_in_flight += len(saves)
+        return saves
+
+    def saves_ended(self, num_blocks: int) -> None:
+        self.num_saves_in_flight = max(0, self.num_saves_in_flight - num_blocks)
 
     def forget_worker(self) -> None:
         """The worker's blocks are gone: nothing that was offered can be saved any more."""
         self.saves.forget_all()
+        self.saves.keep_back(())
+        self.num_saves_in_flight = 0
 
-    def _note_stored(self, request: Request, num_stored: int) -> None:
+    def device_was_reset(self) -> None:
+        """What it holds from now on is computed anew."""
+        self.saves.keep_back(())
+
+    def _note_stored(self, request: Request, stored: StoredBlocks) -> None:
         request.num_saved_blocks = 0
-        for index, block_hash in enumerate(request.block_hashes):
-            note = self.saves.note_stored if index < num_stored else self.saves.note_missing
-            for group_id in self._groups:
-                note(group_id, block_hash)
+        for number, group in enumerate(self._groups):
+            tiers = stored.tiers[number] if stored.tiers else ()
+            for index, block_hash in enumerate(request.block_hashes):
+                has = index < len(tiers) and tiers[index]
+                note = self.saves.note_stored if has else self.saves.note_missing
+                note(group.id, block_hash)
 
 
 class SaveQueue:
@@ -140,11 +206,19 @@ class SaveQueue:
         self._counters = counters
         self._pending: deque[tuple[GroupId, BlockId, BlockHash]] = deque()
         self._stored: OrderedDict[tuple[GroupId, BlockHash], None] = OrderedDict()
+        self._kept_back: Sequence[BlockHash | None] = ()
 
     def __len__(self) -> int:
         return len(self._pending)
 
+    def keep_back(self, block_hashes: Sequence[BlockHash | None]) -> None:
+        """By block id: blocks that are not to be saved while they carry these hashes. One that is computed
+        again in the very same place is taken for the old one, and left to others to save."""
+        self._kept_back = block_hashes
+
     def offer(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash) -> None:
+        if self._kept_back and self._kept_back[block_id] == block_hash:
+            return
         if (group_id, block_hash) in self._stored:
             self._stored.move_to_end((group_id, block_hash))
             return
@@ -164,11 +238,11 @@ class SaveQueue:
         """To be offered again when it comes up."""
         self._stored.pop((group_id, block_hash), None)
 
-    def take(self, limit: int, *, generation: int, hash_of_block: HashOfBlock) -> tuple[BlockSave, ...]:
+    def take(self, limit: int, *, generation: int, holds: Holds) -> tuple[BlockSave, ...]:
         saves: list[BlockSave] = []
         while self._pending and len(saves) < limit:
             group_id, block_id, block_hash = self._pending.popleft()
-            if hash_of_block(block_id) == block_hash:
+            if holds(block_id, group_id, block_hash):
                 saves.append(BlockSave(group_id, block_id, block_hash, generation))
             else:
                 self.note_missing(group_id, block_hash)

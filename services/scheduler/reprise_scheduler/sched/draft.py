@@ -7,6 +7,10 @@ from reprise_core.ids import BlockId
 from reprise_core.steps import AddedRequest, BlockLoad, ScheduledRequest, WorkerSampling, pack_ids
 from reprise_scheduler.sched.request import Request
 
+MAX_PROMPT_POSITIONS = 2048
+"""Positions of one plan whose logits are wanted to measure prompts: a worker holds all of them at once,
+each as large as the vocabulary. Where prompts cannot be computed in chunks this limits nothing."""
+
 
 @dataclass(slots=True)
 class ScheduledPart:
@@ -21,6 +25,8 @@ class ScheduledPart:
     handle: int = 0
     end_token: int = 0
     """Computed tokens once the step is done."""
+    tables: Sequence[Sequence[BlockId]] = ()
+    """The request's, as this plan leaves them; only where the step fills a block."""
 
     def message(self) -> ScheduledRequest:
         """As the request stands before the plan is sealed."""
@@ -36,6 +42,7 @@ class Draft:
     """A plan in the making."""
 
     budget: int
+    prompt_positions: int = MAX_PROMPT_POSITIONS
     scheduled: dict[int, ScheduledPart] = field(default_factory=dict)
     """By the request's sequence."""
     loads: list[BlockLoad] = field(default_factory=list)
@@ -67,5 +74,7 @@ def added_message(
             sampling.seed,
             sampling.min_tokens,
             pack_ids(banned),
+            sampling.logprobs,
+            sampling.prompt_logprobs if request.skip_lookup else None,
         ),
     )

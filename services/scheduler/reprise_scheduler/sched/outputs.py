@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from reprise_core.errors import ErrorKind
 from reprise_core.requests import FinishReason
 from reprise_scheduler.sched.request import Request
 
@@ -18,6 +19,21 @@ class Output:
     stop_token_id: int | None = None
     error_kind: str = ""
     error: str = ""
+    logprobs: bytes = b""
+    """A row per token, if asked for."""
+    prompt_logprobs: bytes = b""
+    """The prompt's rows, with the first token."""
+
+
+def error_output(request: Request, kind: ErrorKind, problem: str) -> Output:
+    return Output(
+        request,
+        request.num_output_tokens,
+        [],
+        FinishReason.ERROR,
+        error_kind=kind.value,
+        error=problem,
+    )
 
 
 @dataclass(slots=True)
@@ -29,6 +45,10 @@ class Counters:
     external_hit_tokens: int = 0
     loads_started: int = 0
     load_failures: int = 0
+    loads_skipped_slower: int = 0
+    """Requests of which blocks were not loaded because computing them is faster."""
+    loads_skipped_no_room: int = 0
+    """Likewise because one load may not fill so much of the pool."""
     external_wait_timeouts: int = 0
     saves_offered: int = 0
     saves_dropped: int = 0

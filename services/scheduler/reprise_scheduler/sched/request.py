@@ -10,13 +10,20 @@ LOADING is the reference's WAITING_FOR_REMOTE_KVS: blocks are held, unhashed, un
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from reprise_core.extra_keys import LoraAdapter
 from reprise_core.hash_chain import HashChain
 from reprise_core.ids import BlockHash, RequestId
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
+from reprise_core.steps import LoadReport
 from reprise_scheduler.kv_cache.miss_reasons import MissReason
+from reprise_scheduler.sched.kept_logprobs import KeptLogprobs
+from reprise_scheduler.sched.load_cost import LoadSkip
+from reprise_scheduler.sched.stored_blocks import NOTHING_STORED, StoredBlocks
+
+MAX_BLOCKS = 1 << 31
 
 
 class RequestStatus(Enum):
@@ -25,6 +32,30 @@ class RequestStatus(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class External:
+    """What the store has of a request, and what is loaded of it."""
+
+    stored: StoredBlocks = NOTHING_STORED
+    """Nothing until the store has answered."""
+    wait_until_s: float | None = None
+    weighed: bool = False
+    """Whether it was decided how much of that is loaded."""
+    limit_blocks: int = MAX_BLOCKS
+    """That much: the most blocks from the front that a load may bring it to."""
+    skip: LoadSkip | None = None
+    """Why not all of it is."""
+    load_tokens: int = 0
+    """Tokens of the load in flight or done, after the local hit."""
+    load_started_s: float = 0.0
+    generation: int | None = None
+    """That the load asks for."""
+    awaited: set[int] = field(default_factory=set)
+    """Groups whose loads have not ended."""
+    reports: list[LoadReport] = field(default_factory=list)
+    """Of the others."""
 
 
 class Request:
@@ -40,15 +71,14 @@ class Request:
         "block_hashes",
         "cache_salt",
         "chain",
-        "external_tiers",
-        "external_wait_until_s",
+        "external",
         "finish_reason",
         "first_scheduled_s",
         "first_token_s",
         "handle",
         "junction_tokens",
         "last_token_s",
-        "load_tokens",
+        "logprobs",
         "lora",
         "miss",
         "num_computed_tokens",
@@ -67,7 +97,6 @@ class Request:
         "request_id",
         "sampling",
         "sequence",
-        "skip_lookup",
         "status",
         "tenant",
         "token_ids",
@@ -124,21 +153,18 @@ class Request:
         self.num_saved_blocks = 0
         """Blocks from the front that were offered to the store or are known to be there."""
         self.num_local_hit_tokens = 0
-        self.load_tokens = 0
-        """Tokens of the load in flight or done, after the local hit."""
-        self.external_tiers: tuple[str, ...] | None = None
-        """The connector's answer: per block from the front the tier that has it; None = not yet."""
-        self.external_wait_until_s: float | None = None
+        self.external = External()
+        """Anew each time that it is looked up."""
         self.miss: MissReason | None = None
         """Why its last look-up found no more; None unless misses are tracked."""
         self.prompt_sources: PromptSources | None = None
         """Set at the first admission that leads to compute."""
+        self.logprobs = KeptLogprobs.of(sampling, first_index=self.num_output_tokens)
         self.finish_reason: FinishReason | None = None
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         # What the cache manager reads beside tokens and hashes.
-        self.skip_lookup = False
         self.report_full = False
         self.junction_tokens = 0
 
@@ -154,6 +180,11 @@ class Request:
     def num_tokens_to_come(self) -> int:
         """Tokens that the next step would compute if nothing limited it."""
         return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
+
+    @property
+    def skip_lookup(self) -> bool:
+        """Every position of the prompt has to be computed here. They have been once there is a token."""
+        return self.sampling.prompt_logprobs is not None and not self.num_output_tokens
 
     @property
     def finished(self) -> bool:

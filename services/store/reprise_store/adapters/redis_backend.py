@@ -1,50 +1,52 @@
-"""Blocks in Redis or Valkey: pooled connections, pipelines in bounded chunks, one atomic value per block.
+"""Blocks in Redis or Valkey: threads with a connection each, pipelines in bounded chunks, one atomic value
+per block.
 
 The generation of a scope is the number under `<namespace>:generation:<fingerprint>`. It starts at a
 large random number rather than 0, so that one that was evicted or lost with the server can never come
 back to an earlier value and revive blocks from before a reset.
+
+It is read after the blocks. On one server each chunk reads it behind its values, in the same pipeline:
+when all chunks saw one number, the last of them saw it after every value. In a cluster it lives on one node
+and the blocks on others, so it is read in a round trip of its own once every node has answered.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
 
-import redis.asyncio as aioredis
-from redis.asyncio.connection import ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-
+from reprise_store.adapters.redis_calls import KeyedCall, Part, RedisCalls, Split
+from reprise_store.adapters.redis_connections import Connector, RedisSecurity
+from reprise_store.adapters.redis_node import Command
+from reprise_store.adapters.redis_topology import make_topology
+from reprise_store.adapters.resp_parser import Allocate
+from reprise_store.breaker import CircuitBreaker
 from reprise_store.keys import Scope
-from reprise_store.ports import BackendBusy, BackendDown, Presence, Value, Values
+from reprise_store.ports import BackendDown, BackendPartlyDown, Presence, Value, Values
+from reprise_store.redis_address import parse_redis_url
 
-READ_SIZE_BYTES = 1024 * 1024
 FIRST_GUESS_BYTES = 1024 * 1024
 """Length of a value before any was seen."""
 SCAN_COUNT = 500
 """Keys looked at per SCAN call, and at most deleted per UNLINK: well under a millisecond of Redis' time."""
 SWEEP_PAUSE_S = 0.005
-_SPELLINGS = {"valkey": "redis", "valkeys": "rediss", "valkey+unix": "unix"}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RedisLimits:
     timeout_s: float
     connections: int
+    """Calls at the same time, each in a thread with a connection of its own."""
     chunk_bytes: int
     chunk_keys: int
+    max_value_bytes: int
+    """Longer values count as missing."""
     ttl_s: float
     """0 = no expiry."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
+    node: str
     max_bytes: int
     """0 = unlimited."""
     policy: str
@@ -60,205 +62,190 @@ class MemoryPolicy:
         return ""
 
 
-def generation_key(scope: Scope) -> str:
-    return f"{scope.namespace}:generation:{scope.fingerprint}"
+def generation_key(scope: Scope) -> bytes:
+    return f"{scope.namespace}:generation:{scope.fingerprint}".encode()
 
 
 class RedisBackend:
-    """A call waits at most `timeout_s` per chunk for a connection and for the answer together."""
+    """A call waits at most `timeout_s` per chunk for a connection and as long for the answer.
 
-    def __init__(self, url: str, limits: RedisLimits) -> None:
+    In a cluster a node that is away costs what lives there: those keys are missing, the others are served.
+    Where the generation's own node is away, generations are None. BackendDown means that nobody answers.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        limits: RedisLimits,
+        *,
+        make_breaker: Callable[[], CircuitBreaker],
+        security: RedisSecurity = RedisSecurity(),  # noqa: B008 (frozen)
+        allocate: Allocate = lambda nbytes: None,
+    ) -> None:
+        """`allocate` gives the memory that values are received into, else they get some of their own.
+        `make_breaker`: one for each node of a cluster. Raises ValueError for a bad URL."""
         self._limits = limits
-        self._slots = asyncio.Semaphore(limits.connections)
+        address = parse_redis_url(url)
+        connector = Connector(
+            address,
+            security,
+            timeout_s=limits.timeout_s,
+            allocate=allocate,
+            max_bulk_bytes=limits.max_value_bytes,
+        )
+        self._calls = RedisCalls(
+            make_topology(address, connector, make_breaker),
+            connections=limits.connections,
+            timeout_s=limits.timeout_s,
+        )
         self._value_nbytes = FIRST_GUESS_BYTES
         """Length of the last value read or written: how many fit into a chunk."""
-        self._client = aioredis.Redis.from_pool(_make_pool(url, limits))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._calls.close()
 
-    async def forget_connections(self) -> None:
-        """Drops idle connections, so that the first calls after an outage do not meet dead ones."""
-        await self._client.connection_pool.disconnect(inuse_connections=False)
+    async def probe(self) -> None:
+        """Raises BackendDown or BackendBusy when nobody answers."""
+        await self._calls.probe()
 
-    async def ping(self) -> None:
-        await self._call(self._client.ping)
-
-    async def memory_policy(self) -> MemoryPolicy:
-        async def read() -> dict[str, Any]:
-            info: dict[str, Any] = await self._client.info("memory")
-            return info
-
-        info = await self._call(read)
-        return MemoryPolicy(int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "")))
+    async def memory_policies(self) -> list[MemoryPolicy]:
+        policies = []
+        for node in await self._calls.primaries():
+            (info,) = await self._calls.ask(node, [(b"INFO", b"memory")])
+            facts = dict(line.split(":", 1) for line in bytes(info).decode().splitlines() if ":" in line)
+            policies.append(
+                MemoryPolicy(node.name, int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", ""))
+            )
+        return policies
 
     async def exists(self, scope: Scope, keys: Sequence[str]) -> Presence:
-        found: list[bool] = []
-        generation: int | None = None
-        for chunk in _chunks(keys, self._limits.chunk_keys) or [()]:
-            flags, generation = await self._exists_chunk(scope, chunk)
-            found += flags
-        return Presence(found, generation)
+        def split(places: Part) -> Iterator[Part]:
+            return _by_count(places, self._limits.chunk_keys)
+
+        names = [key.encode() for key in keys]
+        call = KeyedCall(names, [(b"EXISTS", name) for name in names])
+        generation = await self._each(scope, call, split)
+        return Presence([answer == 1 for answer in call.answers], generation)
 
     async def get(self, scope: Scope, keys: Sequence[str]) -> Values:
-        values: list[Value | None] = []
-        generation: int | None = None
-        start = 0
-        while start < len(keys) or not start:
-            stop = start + max(1, self._limits.chunk_bytes // self._value_nbytes)
-            got, generation = await self._get_chunk(scope, keys[start:stop])
-            values += got
-            start = stop
+        def split(places: Part) -> Iterator[Part]:
+            per_chunk = min(self._limits.chunk_keys, self._limits.chunk_bytes // self._value_nbytes)
+            return _by_count(places, max(1, per_chunk))
+
+        names = [key.encode() for key in keys]
+        if self._ttl_ms:
+            commands: list[Command] = [(b"GETEX", name, b"PX", b"%d" % self._ttl_ms) for name in names]
+        else:
+            commands = [(b"GET", name) for name in names]
+        call = KeyedCall(names, commands)
+        generation = await self._each(scope, call, split)
+        # An empty value is no block; the wire says "none" with an empty frame.
+        values = [answer or None for answer in call.answers]
+        self._value_nbytes = next((len(value) for value in values if value), self._value_nbytes)
         return Values(values, generation)
 
-    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> list[bool]:
-        taken: list[bool] = []
-        for chunk in chunks_by_bytes(items, self._limits.chunk_bytes):
-            pipe = self._client.pipeline(transaction=False)
-            for key, value in chunk:
-                pipe.set(key, value, px=self._ttl_ms)
-                self._value_nbytes = max(1, len(value))
-            taken += [answer is not None for answer in await self._execute(pipe, tolerate_no_room=True)]
-        return taken
+    async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> list[bool | None]:
+        def split(places: Part) -> Iterator[Part]:
+            return by_bytes(places, sizes, self._limits.chunk_bytes, self._limits.chunk_keys)
+
+        sizes = [len(value) for _, value in items]
+        self._value_nbytes = max(1, sizes[-1]) if sizes else self._value_nbytes
+        expiry = (b"PX", b"%d" % self._ttl_ms) if self._ttl_ms else ()
+        names = [key.encode() for key, _ in items]
+        commands = [(b"SET", name, value, *expiry) for name, (_, value) in zip(names, items, strict=True)]
+        call = KeyedCall(names, commands)
+        generation = await self._each(scope, call, split)
+        taken = [answer == b"OK" for answer in call.answers]
+        if generation is not None:
+            await self._take_back(
+                scope, generation, [name for name, one in zip(names, taken, strict=True) if one]
+            )
+        partly = self._calls.sharded and any(taken)
+        return [None if partly and not one else one for one in taken]
 
     async def ensure_generation(self, scope: Scope, proposal: int) -> int:
-        pipe = self._client.pipeline(transaction=True)
-        pipe.set(generation_key(scope), proposal, nx=True)
-        pipe.get(generation_key(scope))
-        _, raw = await self._execute(pipe)
-        return int(raw)
+        key = generation_key(scope)
+        return await self._on_generation(scope, (b"SET", key, b"%d" % proposal, b"NX"), (b"GET", key))
 
     async def advance_generation(self, scope: Scope, proposal: int) -> int:
-        pipe = self._client.pipeline(transaction=True)
-        pipe.set(generation_key(scope), proposal, nx=True)
-        pipe.incr(generation_key(scope))
-        _, generation = await self._execute(pipe)
-        return int(generation)
+        key = generation_key(scope)
+        return await self._on_generation(scope, (b"SET", key, b"%d" % proposal, b"NX"), (b"INCR", key))
 
     async def delete_stale(self, scope: Scope, generation: int) -> int:
-        pattern = f"{scope.namespace}:*:{scope.fingerprint}:*"
+        pattern = f"{scope.namespace}:*:{scope.fingerprint}:*".encode()
         keep = f"{scope.namespace}:{generation}:".encode()
-        cursor, num_deleted = 0, 0
-        while True:
-            cursor, keys = await self._call(partial(self._scan, cursor, pattern))
-            stale = [key for key in keys if not key.startswith(keep)]
-            if stale:
-                num_deleted += await self._call(partial(self._client.unlink, *stale))
-            if cursor == 0:
-                return num_deleted
-            await asyncio.sleep(SWEEP_PAUSE_S)
+        num_deleted = 0
+        for node in await self._calls.primaries():
+            cursor = b"0"
+            while True:
+                scan = (b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)
+                ((cursor, found),) = await self._calls.ask(node, [scan])
+                stale = [key for key in found if not key.startswith(keep)]
+                if stale:
+                    deleted = await self._calls.ask(node, [(b"UNLINK", key) for key in stale])
+                    num_deleted += sum(answer for answer in deleted if isinstance(answer, int))
+                if cursor == b"0":
+                    break
+                await asyncio.sleep(SWEEP_PAUSE_S)
+        return num_deleted
 
-    async def _scan(self, cursor: int, pattern: str) -> tuple[int, list[bytes]]:
-        answer: Any = await self._client.scan(cursor, match=pattern, count=SCAN_COUNT)
-        return int(answer[0]), list(answer[1])
+    async def _take_back(self, scope: Scope, generation: int, written: Sequence[bytes]) -> None:
+        """Deletes what was written for a generation that was over by then. A value written before a reset is
+        found by the sweep after it; of one written later only the writer knows."""
+        now = f"{scope.namespace}:{generation}:".encode()
+        stale = [name for name in written if not name.startswith(now)]
+        if stale:
+            call = KeyedCall(stale, [(b"UNLINK", name) for name in stale])
+            await self._calls.run(call, lambda places: _by_count(places, self._limits.chunk_keys))
 
     @property
-    def _ttl_ms(self) -> int | None:
-        return int(self._limits.ttl_s * 1000) or None
+    def _ttl_ms(self) -> int:
+        return int(self._limits.ttl_s * 1000)
 
-    async def _exists_chunk(self, scope: Scope, keys: Sequence[str]) -> tuple[list[bool], int | None]:
-        """Mostly all or none are there, which one counting command tells; else one command per key."""
-        pipe = self._client.pipeline(transaction=False)
-        if keys:
-            pipe.execute_command("EXISTS", *keys)
-        pipe.get(generation_key(scope))
-        *counted, raw = await self._execute(pipe)
-        num_found = counted[0] if keys else 0
-        if num_found in (0, len(keys)):
-            return [num_found > 0] * len(keys), _to_int(raw)
-        for key in keys:
-            pipe.execute_command("EXISTS", key)
-        pipe.get(generation_key(scope))
-        *flags, raw = await self._execute(pipe)
-        return [bool(flag) for flag in flags], _to_int(raw)
+    async def _each(self, scope: Scope, call: KeyedCall, split: Split) -> int | None:
+        """Runs the call; the generation after it."""
+        if not self._calls.sharded:
+            call.along = (b"GET", generation_key(scope))
+        await self._calls.run(call, split)
+        seen = set(call.along_answers)
+        raw = seen.pop() if len(seen) == 1 else await self._read_generation(scope)
+        return None if raw is None else _number(raw)
 
-    async def _get_chunk(self, scope: Scope, keys: Sequence[str]) -> tuple[list[Value | None], int | None]:
-        pipe = self._client.pipeline(transaction=False)
-        if self._ttl_ms is not None:
-            for key in keys:
-                pipe.getex(key, px=self._ttl_ms)
-        elif keys:
-            pipe.mget(keys)
-        pipe.get(generation_key(scope))
-        *answers, raw = await self._execute(pipe)
-        values = answers if self._ttl_ms is not None or not keys else answers[0]
-        for value in values:
-            if value:
-                self._value_nbytes = len(value)
-        # An empty value is no block; the wire says "none" with an empty frame.
-        return [value or None for value in values], _to_int(raw)
-
-    async def _execute(self, pipe: Any, *, tolerate_no_room: bool = False) -> list[Any]:
-        answers: list[Any] = await self._call(lambda: pipe.execute(raise_on_error=False))
-        for index, answer in enumerate(answers):
-            if tolerate_no_room and _is_no_room(answer):
-                answers[index] = None
-            elif isinstance(answer, Exception):
-                raise BackendDown(f"redis: {_reason(answer)}") from answer
-        return answers
-
-    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _read_generation(self, scope: Scope) -> bytes | None:
+        """None also where its node is away: then the last known one holds, as for all that is away."""
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                await self._slots.acquire()
-        except TimeoutError as error:
-            raise BackendBusy(f"redis: all {self._limits.connections} connections are in use") from error
-        try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                return await call()
-        except TimeoutError as error:
-            raise BackendDown(f"redis: no answer within {self._limits.timeout_s} s") from error
-        except (RedisError, OSError) as error:
-            raise BackendDown(f"redis: {_reason(error)}") from error
-        finally:
-            self._slots.release()
+            raw: bytes | None = await self._calls.at_key(
+                generation_key(scope), [(b"GET", generation_key(scope))]
+            )
+        except BackendPartlyDown:
+            return None
+        return raw
+
+    async def _on_generation(self, scope: Scope, *commands: Command) -> int:
+        transaction = [(b"MULTI",), *commands, (b"EXEC",)]
+        answers = await self._calls.at_key(generation_key(scope), transaction)
+        return _number(answers[-1])
 
 
-def chunks_by_bytes(
-    items: Sequence[tuple[str, Value]], chunk_bytes: int
-) -> Iterator[Sequence[tuple[str, Value]]]:
-    """At least one item each, and no more than `chunk_bytes` unless one item alone is longer."""
+def by_bytes(places: Part, sizes: Sequence[int], max_bytes: int, max_places: int) -> Iterator[Part]:
+    """At least one place each, and no more than `max_bytes` unless one alone is longer."""
     start, num_bytes = 0, 0
-    for index, (_, value) in enumerate(items):
-        if index > start and num_bytes + len(value) > chunk_bytes:
-            yield items[start:index]
+    for index, place in enumerate(places):
+        full = num_bytes + sizes[place] > max_bytes or index - start >= max_places
+        if index > start and full:
+            yield places[start:index]
             start, num_bytes = index, 0
-        num_bytes += len(value)
-    if start < len(items):
-        yield items[start:]
+        num_bytes += sizes[place]
+    if start < len(places):
+        yield places[start:]
 
 
-def _make_pool(url: str, limits: RedisLimits) -> ConnectionPool:
-    scheme, _, rest = url.partition("://")
-    return ConnectionPool.from_url(
-        f"{_SPELLINGS.get(scheme, scheme)}://{rest}",
-        # Slots, not the pool, hold callers back: a full pool would look like an outage.
-        max_connections=2 * limits.connections,
-        socket_timeout=limits.timeout_s,
-        socket_connect_timeout=limits.timeout_s,
-        socket_read_size=READ_SIZE_BYTES,
-        retry=Retry(NoBackoff(), 0),
-        client_name="reprise-store",
-    )
+def _by_count(places: Part, size: int) -> Iterator[Part]:
+    return (places[start : start + size] for start in range(0, len(places), size))
 
 
-def _chunks(keys: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [keys[start : start + size] for start in range(0, len(keys), size)]
-
-
-def _is_no_room(answer: object) -> bool:
-    """Full, a replica, or unable to persist: it serves reads and takes no writes."""
-    if isinstance(answer, OutOfMemoryError | ReadOnlyError):
-        return True
-    return isinstance(answer, ResponseError) and str(answer).startswith("MISCONF")
-
-
-def _to_int(raw: bytes | None) -> int | None:
-    return None if raw is None else int(raw)
-
-
-def _reason(error: BaseException) -> str:
-    """The kind and the server's words, which never hold the password that we sent."""
-    if isinstance(error, RedisTimeoutError | RedisConnectionError | ResponseError):
-        return f"{type(error).__name__}: {error}"
-    return type(error).__name__
+def _number(raw: object) -> int:
+    try:
+        return int(raw)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError):
+        raise BackendDown(f"redis: a generation must be a number, not {raw!r:.80}") from None

@@ -7,7 +7,6 @@ Sends never wait; with ZMQ_IMMEDIATE a message for an absent peer is refused ins
 import contextlib
 import math
 import os
-import select
 import threading
 from collections.abc import Callable, Sequence
 
@@ -107,16 +106,13 @@ class DealerThread:
             poller.register(source, zmq.POLLIN)
         while not self._stopping.is_set():
             wait_s = self.on_turn()
-            poller.poll(max(0, math.ceil(wait_s * 1000)))
-            self._drain_wakes()
-            self._receive_connections(monitor)
+            ready = dict(poller.poll(max(0, math.ceil(wait_s * 1000))))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            if monitor in ready:
+                self._receive_connections(monitor)
             self._receive_frames()
         monitor.close(linger=0)
-
-    def _drain_wakes(self) -> None:
-        while select.select([self._wake_read], [], [], 0)[0]:
-            if len(os.read(self._wake_read, 4096)) < 4096:
-                return
 
     def _receive_connections(self, monitor: zmq.Socket[bytes]) -> None:
         while monitor.poll(0):
@@ -125,6 +121,9 @@ class DealerThread:
 
     def _receive_frames(self) -> None:
         for _ in range(_MAX_FRAMES_PER_TURN):
+            # Asking is cheaper than to be told Again, which may be said all the same: a peer has left.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
             try:
                 frames = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
             except zmq.Again:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from enum import Enum
 from queue import SimpleQueue
 
+import msgspec
 import zmq
 
 from reprise_core.errors import DataLoss, FailedPrecondition
-from reprise_core.steps import LoadReport, StepPlan, StepResult, TransferReport
+from reprise_core.steps import StepPlan, StepResult, TransferReport
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import LimitedLog, get_logger
 from reprise_wire.step_codec import (
@@ -106,8 +107,8 @@ class SchedulerLink(DealerThread):
         self._outbox.append((Kind.RESULT, session, result.step_id, result))
         self.wake()
 
-    def send_loads(self, session: bytes, reports: tuple[LoadReport, ...]) -> None:
-        self._outbox.append((Kind.TRANSFER, session, 0, TransferReport(reports)))
+    def send_transfers(self, session: bytes, report: TransferReport) -> None:
+        self._outbox.append((Kind.TRANSFER, session, 0, report))
         self.wake()
 
     def drop_session(self, session: bytes) -> None:
@@ -161,7 +162,7 @@ class SchedulerLink(DealerThread):
             self._plan(header, buffers)
         elif header.kind == Kind.STALE:
             decode_body(header, buffers, Stale)
-            if self._state is _State.LIVE:
+            if self._state is _State.LIVE and header.session == self._session:
                 self._end_session("stale")
         else:
             raise MalformedFrame(f"a scheduler does not send {header.kind!r}")
@@ -233,6 +234,7 @@ class SchedulerLink(DealerThread):
 
     def _greet(self) -> None:
         self._state = _State.GREETING
+        self._hello = msgspec.structs.replace(self._hello, greeting=self._hello.greeting + 1)
         self._greeting_since_s = self._clock()
         self._next_beat_s = 0.0
 

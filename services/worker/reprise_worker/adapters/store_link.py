@@ -1,12 +1,26 @@
-"""Transfers over ZMQ: the thread that carries block values between staging, cache and store."""
+"""Transfers over ZMQ: the thread that carries block values between staging, cache and store.
 
+On every connection the worker says HELLO until the store answers; a store of this machine then offers
+shared memory. Where it cannot be had, the values are messages, and a log line says why.
+"""
+
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from reprise_core.errors import DataLoss
 from reprise_runtime.logs import LimitedLog, get_logger
+from reprise_runtime.shared_memory import Memory, join
+from reprise_wire.block_transfer import (
+    TRANSFER_VERSION,
+    MemoryOffer,
+    TransferHeader,
+    TransferKind,
+    decode_transfer,
+    encode_transfer,
+)
 from reprise_worker.adapters.dealer import DealerThread
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.transfer import Transfers
@@ -16,6 +30,8 @@ log = get_logger()
 # While something waits for a peer that is away, look again this often.
 _RETRY_S = 0.1
 _IDLE_S = 1.0
+_HELLO_AGAIN_S = 1.0
+_JOIN_TIMEOUT_S = 1.0
 _MESSAGE_OVERHEAD_BYTES = 1024 * 1024
 
 
@@ -27,6 +43,7 @@ class StoreLink(DealerThread):
         transfers: Transfers,
         *,
         block_nbytes: int,
+        shared_memory: bool,
         metrics: WorkerMetrics,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
@@ -39,22 +56,100 @@ class StoreLink(DealerThread):
         )
         self._transfers = transfers
         transfers.wake_with(self.wake)
+        self._shared_memory = shared_memory
         self._metrics = metrics
         self._limited = LimitedLog()
+        self._greeting = False  # connected, and no answer to HELLO yet
+        self._hello_at_s = 0.0
+        self._welcome = False
+        self._refused = False
+        self._away = False  # it was there and left; before the first connection it is only late
+        self._memory_connection: socket.socket | None = None
 
     def on_turn(self) -> float:
-        self._transfers.pump(self.send)
-        if self._transfers.has_unsent:
+        now_s = time.monotonic()
+        if self._greeting and now_s >= self._hello_at_s:
+            self.send([encode_transfer(self._transfers.hello())])
+            self._hello_at_s = now_s + _HELLO_AGAIN_S
+        if self._refused:
+            self._transfers.refuse_all()
+        elif self._away:
+            self._transfers.fail_loads()
+        self._transfers.pump(self.send if self._welcome else _nobody)
+        if self._greeting or self._transfers.has_unsent:
             return _RETRY_S
         deadline_s = self._transfers.next_deadline_s()
         return _IDLE_S if deadline_s is None else min(_IDLE_S, deadline_s - time.monotonic())
 
     def on_frames(self, frames: list[zmq.Frame]) -> None:
+        buffers = [frame.buffer for frame in frames]
         try:
-            self._transfers.receive([frame.buffer for frame in frames])
+            self._receive(decode_transfer(buffers), buffers[1:])
         except DataLoss as error:
             self._metrics.frames_malformed.labels("store").inc()
             self._limited.warning(log, "malformed frames from the store", problem=str(error))
 
     def on_connection(self, connected: bool) -> None:
         log.info("store connected" if connected else "store away", endpoint=self._endpoint)
+        self._begin_again(greeting=connected)
+        self._away = not connected
+
+    def stop(self) -> None:
+        super().stop()
+        self._close_memory_connection()
+
+    def _receive(self, header: TransferHeader, values: Sequence[memoryview]) -> None:
+        if header.kind == TransferKind.REFUSED and header.reason == "version":
+            self._refuse_store(header.version)
+        elif header.version != TRANSFER_VERSION:
+            raise DataLoss(f"transfer version {header.version}, ours is {TRANSFER_VERSION}")
+        elif header.kind == TransferKind.WELCOME:
+            self._greet_back(header.memory)
+        else:
+            self._transfers.receive(header, values)
+            if header.kind == TransferKind.REFUSED and header.reason == "memory":
+                self._begin_again(greeting=True)  # it knows nothing of our memory
+
+    def _greet_back(self, offer: MemoryOffer | None) -> None:
+        if not self._greeting:
+            return  # the answer to a repeated HELLO
+        self._greeting, self._welcome = False, True
+        self._transfers.store_arrived(self._join(offer) if offer is not None else None)
+
+    def _join(self, offer: MemoryOffer) -> Memory | None:
+        if not self._shared_memory:
+            return None
+        try:
+            self._memory_connection, memory = join(
+                offer.address, offer.token, self._transfers.staging_memory, timeout_s=_JOIN_TIMEOUT_S
+            )
+        except OSError as error:
+            log.info("block bytes go through the socket: no memory shared with the store", reason=str(error))
+            return None
+        log.info("block bytes go through shared memory", endpoint=self._endpoint)
+        return memory
+
+    def _refuse_store(self, version: int) -> None:
+        self._greeting, self._refused = False, True
+        log.error(
+            "the store speaks another version of the block protocol: nothing is saved or loaded",
+            store=version,
+            worker=TRANSFER_VERSION,
+        )
+
+    def _begin_again(self, *, greeting: bool) -> None:
+        self._welcome = self._refused = False
+        self._close_memory_connection()
+        self._transfers.store_left()
+        self._greeting = greeting
+        self._hello_at_s = 0.0
+
+    def _close_memory_connection(self) -> None:
+        if self._memory_connection is not None:
+            self._memory_connection.close()
+            self._memory_connection = None
+
+
+def _nobody(frames: Sequence[bytes | memoryview]) -> bool:
+    """Sends to a store that is not there."""
+    return False

@@ -59,6 +59,8 @@ def test_the_source_needs_room_while_it_is_held() -> None:
 
 
 def test_with_a_window_both_groups_copy() -> None:
+    """Token 11 is computed again and reads from token 7 on: a block more than what follows a hit of all 12
+    tokens reads."""
     manager = make(num_blocks=16, groups=(FULL, SLIDING))
     first = SimpleRequest("a", [*range(12)])
     start(manager, first)
@@ -71,9 +73,21 @@ def test_with_a_window_both_groups_copy() -> None:
     copies = manager.take_copies()
     tables = manager.block_ids(second.request_id)
     assert [(copy.group_id, copy.target) for copy in copies] == [(0, tables[0][2]), (1, tables[1][2])]
+    assert tables[1][1] != 0
     manager.free(second)
     manager.check_invariants()
     assert manager.num_free_blocks == 15
+
+
+def test_without_what_the_last_token_reads_it_is_a_plain_hit_or_none() -> None:
+    manager = make(num_blocks=16, groups=(FULL, SLIDING))
+    first = SimpleRequest("a", [*range(12)])
+    start(manager, first)
+    before_last = manager.block_ids(first.request_id)[1][1]
+    manager.free(first)
+    manager.evict([before_last])
+    assert start(manager, SimpleRequest("b", [*range(12)]))[0] == 4
+    assert manager.take_copies() == []
 
 
 def test_off_is_the_plain_hit() -> None:

@@ -1,0 +1,296 @@
+"""Blocks on their way from the store into the cache.
+
+The link's thread asks for values, checks each, and writes it into its block. A value in the store's shared
+memory is copied first and checked after, because its place may be given to another value at any time; so a
+block that failed may hold anything, and its report says so. A value in a message is checked first.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from reprise_core.ids import BlockHash
+from reprise_core.steps import BlockLoad, LoadReport, TransferMeasure, TransferReport, pack_ids, unpack_ids
+from reprise_runtime.shared_memory import Memory, read_into
+from reprise_wire.block_codec import HEADER_NBYTES, BadBlock, check_header, check_payload, decode_block
+from reprise_wire.block_transfer import BlockKey, Place, TransferHeader, TransferKind, encode_transfer
+from reprise_worker.fp8_values import Fp8Values
+from reprise_worker.kv_cache import KvCache
+from reprise_worker.metrics import WorkerMetrics
+from reprise_worker.store_wire import Frame, Send, StoreWire, refusal
+
+MAX_RELEASES_WAITING = 4096
+"""Releases that found no way to the store; past it the oldest is left to the lease's own end."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """Invariant: the load has ended when all of it was asked for and nothing is outstanding."""
+
+    session: bytes
+    load: BlockLoad
+    block_ids: list[int]
+    started_s: float
+    num_asked: int = 0
+    num_outstanding: int = 0
+    failed: list[int] = field(default_factory=list)
+    reason: str = ""
+    num_bytes: int = 0
+
+    def fail(self, block_ids: Sequence[int], reason: str) -> None:
+        self.failed += block_ids
+        self.reason = self.reason or reason
+
+    @property
+    def ended(self) -> bool:
+        return self.num_asked == len(self.block_ids) and self.num_outstanding == 0
+
+
+@dataclass(slots=True)
+class _AskedBlocks:
+    """One LOAD message on its way."""
+
+    job: _Load
+    first: int
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def block_ids(self) -> list[int]:
+        return self.job.block_ids[self.first : self.first + len(self.keys)]
+
+
+class BlockLoads:
+    """`begin_session` and `start` belong to the step thread, the rest to the link's. The lock guards what
+    both touch, and is held while a block is written, so that nothing of a session is written after it has
+    ended. Every load ends in exactly one report, unless its session ends first."""
+
+    def __init__(
+        self,
+        kv: KvCache,
+        wire: StoreWire,
+        *,
+        fp8: Fp8Values | None,
+        max_pending: int,
+        max_blocks_in_flight: int,
+        timeout_s: float,
+        metrics: WorkerMetrics,
+        report: Callable[[bytes, TransferReport], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._kv = kv
+        self._wire = wire
+        self._max_pending = max_pending
+        self._max_blocks_in_flight = max_blocks_in_flight
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._report = report
+        self._clock = clock
+        plain = kv.block_format(wire.fingerprint)
+        self._fp8 = fp8
+        self._format = plain if fp8 is None else fp8.format(plain)
+        self._lock = threading.Lock()
+        self._session = b""
+        self._new: deque[_Load] = deque()
+        self._num_pending = 0
+        self._jobs: list[_Load] = []  # loads of which something was or will be asked
+        self._asked: dict[int, _AskedBlocks] = {}
+        self._to_release: deque[int] = deque(maxlen=MAX_RELEASES_WAITING)
+
+    @property
+    def session(self) -> bytes:
+        return self._session
+
+    @property
+    def has_unasked(self) -> bool:
+        return any(job.num_asked < len(job.block_ids) for job in self._jobs)
+
+    @property
+    def deadlines_s(self) -> list[float]:
+        return [job.started_s + self._timeout_s for job in self._jobs]
+
+    def begin_session(self, session: bytes) -> None:
+        """Drops the loads of an earlier session."""
+        with self._lock:
+            self._session = session
+            self._new.clear()
+            self._num_pending = 0
+            self._metrics.loads_pending.set(0)
+
+    def start(self, loads: Sequence[BlockLoad]) -> None:
+        now_s = self._clock()
+        refused: list[_Load] = []
+        with self._lock:
+            for load in loads:
+                job = _Load(self._session, load, unpack_ids(load.block_ids), now_s)
+                if self._num_pending >= self._max_pending:
+                    job.fail(job.block_ids, "unavailable")
+                    refused.append(job)
+                    continue
+                self._num_pending += 1
+                self._new.append(job)
+            self._metrics.loads_pending.set(self._num_pending)
+        for job in refused:
+            self._send_report(job)
+
+    def pump(self, send: Send, now_s: float) -> None:
+        """Asks for what the limits allow, ends what has timed out, and releases what was read."""
+        self._take_new()
+        for job in [job for job in self._jobs if now_s >= job.started_s + self._timeout_s]:
+            self._give_up(job, "timeout")
+        while self._ask_blocks(send):
+            pass
+        if self._to_release and self._wire.memory is not None:
+            header = self._wire.header(TransferKind.RELEASE, released=tuple(self._to_release))
+            if send([encode_transfer(header)]):
+                self._to_release.clear()
+
+    def loaded(self, header: TransferHeader, frames: Sequence[Frame]) -> None:
+        if any(place.nbytes and place.offset >= 0 for place in header.places):
+            self._to_release.append(header.transfer_id)
+        asked = self._asked.pop(header.transfer_id, None)
+        if asked is None:
+            return  # timed out, or of a session that is over
+        if header.keys != asked.keys:
+            asked.job.fail(asked.block_ids, "damaged")
+        else:
+            self._fill_all(asked, header.places or [Place(-1, len(frame)) for frame in frames], frames)
+        self._answered(asked)
+
+    def refused(self, header: TransferHeader) -> None:
+        asked = self._asked.pop(header.transfer_id, None)
+        if asked is not None:
+            asked.job.fail(asked.block_ids, refusal(header.reason))
+            self._answered(asked)
+
+    def store_left(self) -> None:
+        """The connection broke: no answer will come to what was asked, and the leases are gone."""
+        self._to_release.clear()
+        for asked in list(self._asked.values()):
+            asked.job.fail(asked.block_ids, "unavailable")
+            self._answered(asked)
+        self._asked.clear()
+
+    def fail_all(self, reason: str) -> None:
+        self._take_new()
+        for job in list(self._jobs):
+            self._give_up(job, reason)
+
+    def _take_new(self) -> None:
+        with self._lock:
+            session = self._session
+            self._jobs += self._new
+            self._new.clear()
+        # Loads of an ended session: no report, and late values find no job.
+        self._jobs = [job for job in self._jobs if job.session == session]
+        self._asked = {key: asked for key, asked in self._asked.items() if asked.job.session == session}
+
+    def _give_up(self, job: _Load, reason: str) -> None:
+        for transfer_id in [key for key, asked in self._asked.items() if asked.job is job]:
+            asked = self._asked.pop(transfer_id)
+            job.num_outstanding -= len(asked.keys)
+            job.fail(asked.block_ids, reason)
+        job.fail(job.block_ids[job.num_asked :], "unavailable" if reason == "timeout" else reason)
+        job.num_asked = len(job.block_ids)
+        self._end(job)
+
+    def _ask_blocks(self, send: Send) -> bool:
+        """Sends one LOAD message; False when there is nothing to ask or no way to."""
+        in_flight = sum(len(asked.keys) for asked in self._asked.values())
+        room = min(self._wire.blocks_per_message, self._max_blocks_in_flight - in_flight)
+        job = next((job for job in self._jobs if job.num_asked < len(job.block_ids)), None)
+        if job is None or room <= 0:
+            return False
+        first = job.num_asked
+        hashes = job.load.block_hashes[first : first + room]
+        keys = tuple(self._wire.key(job.load.group_id, block_hash) for block_hash in hashes)
+        header = self._wire.header(TransferKind.LOAD, keys, job.load.generation)
+        if not send([encode_transfer(header)]):
+            return False
+        self._asked[header.transfer_id] = _AskedBlocks(job, first, keys)
+        job.num_asked += len(keys)
+        job.num_outstanding += len(keys)
+        return True
+
+    def _fill_all(self, asked: _AskedBlocks, places: Sequence[Place], frames: Sequence[Frame]) -> None:
+        rest, job = iter(frames), asked.job
+        num_filled, num_bytes = 0, 0
+        for block_id, key, place in zip(asked.block_ids, asked.keys, places, strict=True):
+            frame = next(rest) if place.offset < 0 else None
+            try:
+                self._fill(job, block_id, key.block_hash, place, frame)
+            except BadBlock as error:
+                job.fail([block_id], error.reason)
+            else:
+                num_filled += 1
+                num_bytes += place.nbytes
+        job.num_bytes += num_bytes
+        self._metrics.loads.inc(num_filled)
+        self._metrics.load_bytes.inc(num_bytes)
+
+    def _fill(
+        self, job: _Load, block_id: int, block_hash: BlockHash, place: Place, frame: Frame | None
+    ) -> None:
+        """Raises BadBlock unless the block then holds what the hash stands for."""
+        if not place.nbytes:
+            raise BadBlock("missing", "no tier of the store has it")
+        if frame is not None:
+            payload = decode_block(frame, block_hash=block_hash, format=self._format)
+            self._write(job, block_id, payload)
+            return
+        if self._wire.memory is None:
+            raise BadBlock("damaged", "a place in memory that is not shared")
+        try:
+            self._fill_from(self._wire.memory, job, block_id, block_hash, place)
+        except OSError as error:
+            raise BadBlock("damaged", f"shared memory: {error}") from error
+
+    def _fill_from(
+        self, memory: Memory, job: _Load, block_id: int, block_hash: BlockHash, place: Place
+    ) -> None:
+        header = bytearray(HEADER_NBYTES)
+        block = self._kv.block_memory(block_id) if self._fp8 is None else None
+        payload = block if block is not None else memoryview(bytearray(self._format.payload_nbytes))
+        fits = place.nbytes == HEADER_NBYTES + len(payload)
+        with self._lock:
+            self._check_session(job)
+            read_into(memory, place.offset, [header, payload] if fits else [header])
+        check_header(header, format=self._format, value_nbytes=place.nbytes)  # raises unless it fits
+        check_payload(header, payload, block_hash=block_hash)
+        if block is None:
+            self._write(job, block_id, payload)
+
+    def _write(self, job: _Load, block_id: int, payload: memoryview) -> None:
+        """A payload that was checked."""
+        data = payload if self._fp8 is None else self._fp8.decode(payload)
+        with self._lock:
+            self._check_session(job)
+            self._kv.import_block(block_id, data)
+
+    def _check_session(self, job: _Load) -> None:
+        """The caller holds the lock and is about to write."""
+        if job.session != self._session:
+            raise BadBlock("stale", "its session is over")
+
+    def _answered(self, asked: _AskedBlocks) -> None:
+        asked.job.num_outstanding -= len(asked.keys)
+        if asked.job.ended:
+            self._end(asked.job)
+
+    def _end(self, job: _Load) -> None:
+        self._jobs.remove(job)
+        with self._lock:
+            if job.session != self._session:
+                return
+            self._num_pending -= 1
+            self._metrics.loads_pending.set(self._num_pending)
+        self._send_report(job)
+
+    def _send_report(self, job: _Load) -> None:
+        seconds = self._clock() - job.started_s
+        self._metrics.load_seconds.observe(seconds)
+        if job.failed:
+            self._metrics.loads_failed.labels(job.reason).inc(len(job.failed))
+        report = LoadReport(job.load.handle, job.load.group_id, pack_ids(job.failed), job.reason)
+        measure = TransferMeasure(len(job.block_ids), job.num_bytes, seconds)
+        self._report(job.session, TransferReport((report,), (measure,)))
