@@ -150,6 +150,35 @@ async def test_nothing_brings_old_blocks_back(model: Model, redis: ValkeyProcess
             assert values == [b"theirs"] * 3
 
 
+async def test_a_reset_says_that_a_load_kept_the_device_from_it(model: Model, redis: ValkeyProcess) -> None:
+    rng = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    prompts = prompts_of(rng, 3)
+    async with (
+        running_store(redis_url=redis.url, **{**LIMITS, "redis_timeout_s": 5.0}) as store,
+        real_engine(model.folder, store_address(store)) as engine,
+    ):
+        gate = LoadGate(store)
+        await ask(engine, model, prompts)
+        await until(lambda: sum(map(len, blocks_in_redis(redis).values())) >= num_full_blocks(prompts))
+        await engine.forget()
+        gate.close()
+        names = engine.submit(prompts, NUM_TOKENS)
+        await until(lambda: gate.num_waiting == len(prompts))
+        answer = await engine.reset(external=True)
+        assert (answer.device, answer.external) == (False, True)
+        gate.open()
+        answers = await engine.answers(names)
+        assert [one.token_ids for one in answers] == model.right(prompts)
+        assert external_tokens(answers) == 0
+        await until(lambda: engine.idle)
+        engine.check_nothing_leaked()
+        # They were computed after the reset, so they may be found in every tier.
+        assert await ask(engine, model, prompts) == (num_full_blocks(prompts) * BLOCK, 0)
+        assert (await engine.reset(external=True)).device
+        assert await ask(engine, model, prompts) == (0, 0)
+
+
 def longest_ping_s(redis: Redis, until_set: threading.Event) -> list[float]:
     waits = []
     while not until_set.is_set():

@@ -29,7 +29,7 @@ def redis(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("num_blocks", "prompt_blocks", "count", "slow_s"),
-    [(41, 6, 5, 0.0), (41, 6, 5, 0.02), (9, 2, 2, 0.01)],
+    [(41, 6, 5, 0.0), (41, 6, 5, 0.005), (9, 2, 2, 0.01)],
     ids=["as it comes", "slow saves", "eight blocks"],
 )
 async def test_preempted_blocks_come_back(
@@ -55,13 +55,13 @@ async def test_preempted_blocks_come_back(
         worker = {"num_blocks": num_blocks, "save_staging_bytes": 64 * 1024}
         # Every block that is preempted is soon given to another, so only Redis still has it.
         async with real_engine(model.folder, store_address(store), worker=worker) as engine:
-            for _ in range(20):
+            for round_ in range(60):
                 prompts = prompts_of(rng, count, prompt_blocks)
                 answers = await engine.ask(prompts, num_tokens)
                 assert [answer.token_ids for answer in answers] == model.right(prompts, num_tokens)
                 loaded = engine.worker_metric("loads_total")
                 preempted = await engine.harness.metric("vllm:num_preemptions_total")
-                if preempted and (loaded or num_blocks < 10):
+                if round_ >= 4 and preempted and (loaded or num_blocks < 10):
                     break
             assert preempted > 0
             assert loaded > 0 or num_blocks < 10, "nothing came back from Redis"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,13 +14,13 @@ from support.waiting import until
 
 
 @contextmanager
-def pair(on_message: Handler) -> Iterator[tuple[zmq.Socket, zmq.Socket, SocketReader]]:
+def pair(on_message: Handler, *, copy: bool = True) -> Iterator[tuple[zmq.Socket, zmq.Socket, SocketReader]]:
     """The reading socket, its peer, and the reader, not yet started."""
     context = zmq.Context()
     reading, peer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     reading.bind("inproc://here")
     peer.connect("inproc://here")
-    reader = SocketReader(reading, on_message)
+    reader = SocketReader(reading, on_message, copy=copy)
     try:
         yield reading, peer, reader
     finally:
@@ -107,6 +108,28 @@ async def test_a_handler_that_raises_loses_only_its_own_message() -> None:
         await until(lambda: len(seen) == 2)
     assert seen == [b"a", b"b"]
     assert [str(problem) for problem in problems] == ["bad"]
+
+
+async def test_a_paused_reader_leaves_messages_in_the_queue_and_is_quiet() -> None:
+    """Quiet: the descriptor is not readable, or the event loop would turn without end."""
+    seen: list[bytes] = []
+
+    def on_message(frames: list[zmq.Frame]) -> None:
+        seen.append(frames[0].bytes)
+        if frames[0].bytes == b"a":
+            reader.pause()
+
+    with pair(on_message, copy=False) as (reading, peer, reader):
+        reader.start()
+        peer.send(b"a")
+        await until(lambda: seen == [b"a"])
+        for name in (b"b", b"c"):
+            peer.send(name)
+        await until(lambda: not select.select([reading.getsockopt(zmq.FD)], [], [], 0)[0])
+        assert reading.poll(0)
+        assert seen == [b"a"]
+        reader.resume()
+        await until(lambda: seen == [b"a", b"b", b"c"])
 
 
 @pytest.mark.parametrize("burst", [1, 500])

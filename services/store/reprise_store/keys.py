@@ -1,7 +1,7 @@
 """Whose blocks, checked: keyspaces come from outside and become parts of Redis keys."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from reprise_core.errors import InvalidInput
@@ -35,14 +35,16 @@ def check_keyspace(keyspace: Keyspace) -> None:
         raise InvalidInput("keyspace.tp_size", f"{keyspace.tp_size} is not within 1..{MAX_TP_SIZE}")
 
 
-def check_hash(field: str, block_hash: bytes) -> None:
-    if len(block_hash) not in HASH_NBYTES:
-        raise InvalidInput(field, f"{len(block_hash)} bytes, must be 16 or 32")
+def check_hashes(field: str, block_hashes: Iterable[bytes]) -> None:
+    """`field` has {} where the index belongs."""
+    for index, block_hash in enumerate(block_hashes):
+        if len(block_hash) not in HASH_NBYTES:
+            raise InvalidInput(field.format(index), f"{len(block_hash)} bytes, must be 16 or 32")
 
 
 def check_keys(keyspace: Keyspace, keys: Sequence[BlockKey]) -> None:
+    check_hashes("keys[{}].block_hash", (key.block_hash for key in keys))
     for index, key in enumerate(keys):
-        check_hash(f"keys[{index}].block_hash", key.block_hash)
         if not 0 <= key.rank < keyspace.tp_size:
             raise InvalidInput(f"keys[{index}].rank", f"{key.rank} is not within 0..{keyspace.tp_size - 1}")
         if not 0 <= key.group_id <= MAX_GROUP_ID:

@@ -7,7 +7,7 @@ from reprise.v1 import store_service_pb2 as pb
 from reprise.v1.store_service_pb2_grpc import StoreServiceServicer
 from reprise_core.errors import InvalidInput
 from reprise_core.ids import BlockHash
-from reprise_store.keys import check_hash, check_keyspace
+from reprise_store.keys import check_hashes, check_keyspace
 from reprise_store.metrics import StoreMetrics
 from reprise_store.tier_changes import TierChanges
 from reprise_store.tiered_store import TieredStore
@@ -82,8 +82,7 @@ class StoreServicer(StoreServiceServicer):
             raise InvalidInput(
                 "block_hashes", f"{len(block_hashes)} hashes, at most {self._max_lookup_blocks}"
             )
-        for index, digest in enumerate(block_hashes):
-            check_hash(f"block_hashes[{index}]", digest)
+        check_hashes("block_hashes[{}]", block_hashes)
 
 
 def _checked_keyspace(message: pb.Keyspace) -> Keyspace:

@@ -357,5 +357,5 @@ def _tiers_of(names: Sequence[Sequence[str]], where: Mapping[str, StoreTier | No
         found = [tier for name in parts if (tier := where[name]) is not None]
         if len(found) < len(parts):
             break
-        tiers.append(max(found, key=_SPEED.index))
+        tiers.append(found[0] if len(found) == 1 else max(found, key=_SPEED.index))
     return tiers

@@ -86,9 +86,7 @@ def check(parser: BlockParser) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 4095, 4096, 4097, 10**6])
 def test_pieces_of_one_size(size: int) -> None:
     for scatters in (True, False):
-        check(
-            parser_of(Wire([STREAM[i : i + size] for i in range(0, len(STREAM), size)]), scatters=scatters)
-        )
+        check(parser_of(Wire([STREAM[i : i + size] for i in range(0, len(STREAM), size)]), scatters=scatters))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10**6])

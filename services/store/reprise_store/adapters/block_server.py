@@ -204,6 +204,8 @@ class BlockServer:
         arena = self._arena
         assert arena is not None
         to_copy = sum(len(value) for value in values if value and arena.place_of(value) is None)
+        if not to_copy:
+            return list(values)
 
         def land() -> list[Value | None]:
             return [arena.land(value) if value else value for value in values]

@@ -1,9 +1,12 @@
 """From settings to connections: credentials, TLS, sentinels."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from redis import connection as redis_connection
@@ -11,31 +14,56 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from reprise_store.adapters.redis_node import Connection, RedisNode
 from reprise_store.adapters.resp_parser import Allocate, BlockParser
+from reprise_store.ports import Value
 from reprise_store.redis_address import RedisAddress
 
+MAX_PIECES_AT_ONCE = 512
+"""In one system call, which takes 1024."""
 
-class _ManyResponses:
-    """What redis-py's connections lack: the answers to a pipeline, read by our parser in one go."""
+
+class _Pipelines:
+    """What redis-py's connections lack: pieces of memory sent together, and all the answers read by our
+    parser in one go."""
 
     _parser: BlockParser
+    _sock: Any
+
+    def send_pieces(self, pieces: Sequence[Value], deadline_s: float) -> None:
+        """Raises OSError or RedisError; the time is looked at whenever the socket took something."""
+        left = deque(memoryview(piece) for piece in pieces)
+        while left:
+            num_sent = self._send_some(left)
+            if monotonic() > deadline_s:
+                raise RedisTimeoutError("the round trip takes too long")
+            while left and num_sent >= len(left[0]):
+                num_sent -= len(left.popleft())
+            if num_sent:
+                left[0] = left[0][num_sent:]
+
+    def _send_some(self, pieces: deque[memoryview]) -> int:
+        num_sent: int = self._sock.sendmsg(list(islice(pieces, MAX_PIECES_AT_ONCE)))
+        return num_sent
 
     def read_responses(self, count: int, timeout_s: float) -> list[Any]:
         return self._parser.read_responses(count, timeout_s)
 
 
-class _TcpConnection(_ManyResponses, redis_connection.Connection):
+class _TcpConnection(_Pipelines, redis_connection.Connection):
     pass
 
 
-class _TlsConnection(_ManyResponses, redis_connection.SSLConnection):
-    pass
+class _TlsConnection(_Pipelines, redis_connection.SSLConnection):
+    def _send_some(self, pieces: deque[memoryview]) -> int:
+        num_sent: int = self._sock.send(pieces[0])
+        return num_sent
 
 
-class _SocketConnection(_ManyResponses, redis_connection.UnixDomainSocketConnection):
+class _SocketConnection(_Pipelines, redis_connection.UnixDomainSocketConnection):
     pass
 
 

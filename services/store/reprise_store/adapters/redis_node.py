@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from reprise_store.breaker import CircuitBreaker
 from reprise_store.ports import Value
@@ -22,7 +21,7 @@ class Connection(Protocol):
 
     def can_read(self) -> bool: ...
 
-    def send_packed_command(self, command: Sequence[Value], check_health: bool) -> None: ...
+    def send_pieces(self, pieces: Sequence[Value], deadline_s: float) -> None: ...
 
     def read_responses(self, count: int, timeout_s: float) -> list[Any]: ...
 
@@ -56,9 +55,7 @@ class RedisNode:
         deadline_s = monotonic() + timeout_s
         connection = self._take()
         try:
-            for piece in pack(commands):
-                connection.send_packed_command([piece], check_health=False)
-                _check_time(deadline_s)
+            connection.send_pieces(pack(commands), deadline_s)
             answers = connection.read_responses(len(commands), deadline_s - monotonic())
             if self._follows_primary and any(isinstance(answer, ReadOnlyError) for answer in answers):
                 raise RedisConnectionError("this server is the primary no more")
@@ -106,8 +103,3 @@ def pack(commands: Sequence[Command]) -> list[Value]:
             pieces += [bytes(joined), argument]
             joined = bytearray(b"\r\n")
     return [*pieces, bytes(joined)]
-
-
-def _check_time(deadline_s: float) -> None:
-    if monotonic() > deadline_s:
-        raise RedisTimeoutError("the round trip takes too long")
