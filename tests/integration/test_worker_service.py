@@ -140,7 +140,7 @@ def test_blocks_go_to_the_store_and_come_back(
 
         scheduler.run(StepPlan(8, loads=(BlockLoad(3, 0, pack_ids([11, 12]), HASHES, 4),)))
         assert store.serve_one().kind == TransferKind.LOAD
-        assert scheduler.wait_for(Kind.TRANSFER)[1].loads == (LoadReport(3, 0),)
+        assert scheduler.wait_for_loads() == (LoadReport(3, 0),)
         assert generate(scheduler, 9, 3, [11, 12, 13, 14], computed=8) == expected
         assert "reprise_worker_loads_total 2.0" in worker.get("/metrics")
 
@@ -155,7 +155,7 @@ def test_a_load_runs_beside_steps_and_times_out(
         store.receive()  # and no answer
         assert generate(scheduler, 2, 1, [7, 3, 9, 2]) == expected
         report = LoadReport(3, 0, pack_ids([11, 12]), "timeout")
-        assert scheduler.wait_for(Kind.TRANSFER)[1].loads == (report,)
+        assert scheduler.wait_for_loads() == (report,)
 
 
 def test_a_stale_session_is_replaced(

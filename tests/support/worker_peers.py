@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from reprise_core.steps import StepPlan, StepResult, TransferReport
+from reprise_core.steps import LoadReport, StepPlan, StepResult, TransferReport
 from reprise_wire.block_transfer import (
     TRANSFER_VERSION,
     BlockKey,
@@ -63,6 +63,12 @@ class SchedulerPeer:
             if header.kind == kind:
                 return header, body
         raise AssertionError(f"no {kind} among 1000 messages")
+
+    def wait_for_loads(self) -> tuple[LoadReport, ...]:
+        """Of the next report that tells of any; others tell of saves."""
+        while not (report := self.wait_for(Kind.TRANSFER)[1]).loads:
+            pass
+        return tuple(report.loads)
 
     def say(self, kind: Kind, body: Body, *, session: bytes | None = None, step_id: int = 0) -> None:
         chosen = self.session if session is None else session

@@ -171,9 +171,10 @@ class BlockLoads:
             self._answered(asked)
         self._asked.clear()
 
-    def fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str, *, older_than_s: float = 0.0) -> None:
         self._take_new()
-        for job in list(self._jobs):
+        now_s = self._clock()
+        for job in [job for job in self._jobs if now_s - job.started_s >= older_than_s]:
             self._give_up(job, reason)
 
     def _take_new(self) -> None:

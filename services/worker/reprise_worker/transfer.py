@@ -123,9 +123,9 @@ class Transfers:
         self._saves.store_left()
         self._loads.store_left()
 
-    def fail_loads(self) -> None:
-        """The store is away: computing is faster than waiting for it. Saves wait in staging."""
-        self._loads.fail_all("unavailable")
+    def fail_loads(self, *, older_than_s: float) -> None:
+        """The store is away: computing is faster than waiting long for it. Saves wait in staging."""
+        self._loads.fail_all("unavailable", older_than_s=older_than_s)
 
     def refuse_all(self) -> None:
         """The store will have nothing of us: nobody is to wait for it."""

@@ -32,6 +32,8 @@ _RETRY_S = 0.1
 _IDLE_S = 1.0
 _HELLO_AGAIN_S = 1.0
 _JOIN_TIMEOUT_S = 1.0
+# How long a load waits for a store that left: one that was just looked up is back, and its socket soon.
+_AWAY_GRACE_S = 2.0
 _MESSAGE_OVERHEAD_BYTES = 1024 * 1024
 
 
@@ -74,7 +76,7 @@ class StoreLink(DealerThread):
         if self._refused:
             self._transfers.refuse_all()
         elif self._away:
-            self._transfers.fail_loads()
+            self._transfers.fail_loads(older_than_s=_AWAY_GRACE_S)
         self._transfers.pump(self.send if self._welcome else _nobody)
         if self._greeting or self._transfers.has_unsent:
             return _RETRY_S
