@@ -85,9 +85,13 @@ class SocketReader:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN) and not self._paused
 
 
-def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Raises Unavailable naming the endpoint when it cannot be bound."""
+def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
+    """The endpoint in fact bound (port 0 or * gets a number). Raises Unavailable naming the endpoint when it
+    cannot be bound."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise Unavailable(f"cannot bind {endpoint}: {error.strerror}") from error
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.decode().rstrip("\0")

@@ -60,10 +60,6 @@ class Runner:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    @property
-    def last_step_id(self) -> int:
-        return self._last_step_id
-
     def reset(self) -> None:
         """Forgets a session's requests; block contents stay until they are overwritten."""
         self._requests.clear()

@@ -26,6 +26,7 @@ from reprise_publisher.source_follower import FollowerLimits, SourceFollower
 from reprise_publisher.stream import FrozenStream, PublishedStream
 from reprise_publisher.thread_calls import ThreadCalls
 from reprise_runtime.logs import LimitedLog, get_logger
+from reprise_runtime.zmq_sockets import bind
 from reprise_wire.event_codec import parse_replay_request
 from reprise_wire.event_intake import INTAKE_VERSION, VersionMismatch
 from reprise_wire.event_snapshot import parse_snapshot_request
@@ -370,15 +371,12 @@ class EventSockets:
 
 
 def _open_one(socket: zmq.Socket[bytes], endpoint: str, role: SocketRole) -> str:
-    """The endpoint in fact opened (port 0 or * gets a number)."""
+    """The endpoint in fact opened."""
     socket.ipv6 = "[" in endpoint or "::" in endpoint
+    if role is SocketRole.BIND:
+        return bind(socket, endpoint)
     try:
-        if role is SocketRole.CONNECT:
-            socket.connect(endpoint)
-            return endpoint
-        socket.bind(endpoint)
+        socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise Unavailable(f"cannot {role.value} {endpoint}: {error.strerror}") from error
-    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return bound.decode().rstrip("\0")
+        raise Unavailable(f"cannot connect {endpoint}: {error.strerror}") from error
+    return endpoint

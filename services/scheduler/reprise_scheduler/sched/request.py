@@ -177,11 +177,6 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_tokens_to_come(self) -> int:
-        """Tokens that the next step would compute if nothing limited it."""
-        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
-
-    @property
     def skip_lookup(self) -> bool:
         """Every position of the prompt has to be computed here. They have been once there is a token."""
         return self.sampling.prompt_logprobs is not None and not self.num_output_tokens

@@ -88,10 +88,7 @@ class BlockServer:
         self._socket.maxmsgsize = self._max_value_bytes
         self._socket.router_mandatory = True
         self._socket.ipv6 = "[" in self._endpoint
-        bind(self._socket, self._endpoint)
-        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        return bound.decode().rstrip("\0")
+        return bind(self._socket, self._endpoint)
 
     def start(self) -> None:
         """Serves from now on."""

@@ -160,8 +160,7 @@ class DiskTier:
             self.num_bytes -= file.nbytes
             self._doomed.append(self._path(file.scope, name))
             self._arrived.set()
-            self._metrics.disk_bytes.set(self.num_bytes)
-            self._metrics.disk_blocks.set(len(self._files))
+            self._show()
             if self._changes is not None:
                 self._changes.removed(StoreTier.DISK, name)
 
@@ -253,8 +252,7 @@ class DiskTier:
         before = self._files.pop(name, None)
         self.num_bytes += file.nbytes - (before.nbytes if before else 0)
         self._files[name] = file
-        self._metrics.disk_bytes.set(self.num_bytes)
-        self._metrics.disk_blocks.set(len(self._files))
+        self._show()
 
     def _make_room(self, nbytes: int) -> None:
         while self._files and self.num_bytes + nbytes > self.capacity_bytes:
@@ -272,6 +270,10 @@ class DiskTier:
     def _drop(self, reason: str, num_blocks: int) -> None:
         self._metrics.disk_dropped.labels(reason).inc(num_blocks)
         self._metrics.saves.labels("disk", "dropped").inc(num_blocks)
+
+    def _show(self) -> None:
+        self._metrics.disk_bytes.set(self.num_bytes)
+        self._metrics.disk_blocks.set(len(self._files))
 
     def _scope_folder(self, scope: Scope) -> Path:
         # The mark before the namespace keeps "." and ".." from meaning something to the file system.
