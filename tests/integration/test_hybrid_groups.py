@@ -4,12 +4,9 @@ import asyncio
 
 import pytest
 
-from reprise_cli.one_process import OneProcessEngine
 from reprise_core.kv_events import BlockStored
 from reprise_core.requests import SamplingParams
-from reprise_scheduler.settings import SchedulerSettings
-from reprise_worker.settings import WorkerSettings
-from support.real_engine import NUM_TOKENS, PROMPTS, Model, connected, tiny_model
+from support.real_engine import NUM_TOKENS, PROMPTS, Model, connected, one_process_engine, tiny_model
 from support.store_harness import running_store
 from support.tiny_models import HYBRID
 from support.waiting import until
@@ -41,12 +38,7 @@ CASES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("case", CASES)
 async def test_greedy_tokens_are_those_of_transformers(model: Model, case: str) -> None:
-    options = dict(CASES[case])
-    worker = {"num_blocks": 60, "block_size": 4, "num_threads": 1, **options.pop("worker", {})}
-    engine = OneProcessEngine(
-        SchedulerSettings(publisher_endpoint="", **options),
-        WorkerSettings(model_path=str(model.folder), store_endpoint="", **worker),
-    )
+    engine = one_process_engine(model, num_blocks=60, **CASES[case])
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     await engine.start()
     try:
@@ -66,12 +58,7 @@ async def test_greedy_tokens_are_those_of_transformers(model: Model, case: str) 
 
 async def test_blocks_before_the_window_are_given_back(model: Model) -> None:
     """A long prompt holds all blocks of the full group, and a window's of the other."""
-    engine = OneProcessEngine(
-        SchedulerSettings(publisher_endpoint="", max_num_batched_tokens=16),
-        WorkerSettings(
-            model_path=str(model.folder), store_endpoint="", num_blocks=100, block_size=4, num_threads=1
-        ),
-    )
+    engine = one_process_engine(model, num_blocks=100, max_num_batched_tokens=16)
     await engine.start()
     try:
         scheduler = engine._engine.scheduler
@@ -155,12 +142,7 @@ async def test_a_windowed_group_that_lacks_blocks_is_a_shorter_hit_or_none(model
 
 
 async def test_events_tell_the_group_its_kind_and_window(model: Model) -> None:
-    engine = OneProcessEngine(
-        SchedulerSettings(publisher_endpoint=""),
-        WorkerSettings(
-            model_path=str(model.folder), store_endpoint="", num_blocks=60, block_size=4, num_threads=1
-        ),
-    )
+    engine = one_process_engine(model, num_blocks=60)
     events: list[object] = []
     engine._engine._event_sink.send = events.extend
     await engine.start()

@@ -4,11 +4,8 @@ import asyncio
 
 import pytest
 
-from reprise_cli.one_process import OneProcessEngine
 from reprise_core.requests import SamplingParams
-from reprise_scheduler.settings import SchedulerSettings
-from reprise_worker.settings import WorkerSettings
-from support.real_engine import NUM_TOKENS, PROMPTS, Model, connected, tiny_model
+from support.real_engine import NUM_TOKENS, PROMPTS, Model, connected, one_process_engine, tiny_model
 from support.store_harness import running_store
 from support.waiting import until
 
@@ -47,12 +44,7 @@ CASES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("case", CASES)
 async def test_an_option_changes_no_token(model: Model, case: str) -> None:
-    options = dict(CASES[case])
-    worker = {"num_blocks": 40, "block_size": 4, "num_threads": 1, **options.pop("worker", {})}
-    engine = OneProcessEngine(
-        SchedulerSettings(publisher_endpoint="", **options),
-        WorkerSettings(model_path=str(model.folder), store_endpoint="", **worker),
-    )
+    engine = one_process_engine(model, num_blocks=40, **CASES[case])
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     await engine.start()
     try:

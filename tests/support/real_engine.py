@@ -1,14 +1,17 @@
 """A scheduler and a worker with a tiny model beside a store, and what plain transformers would answer."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from reprise.v1 import engine_pb2 as pb
+from reprise_cli.one_process import OneProcessEngine
+from reprise_scheduler.settings import SchedulerSettings
 from reprise_worker.app import WorkerApp
 from reprise_worker.model import load_model
 from reprise_worker.settings import WorkerSettings
@@ -33,6 +36,20 @@ def tiny_model(folder: Path, **changes: Any) -> Model:
     write_model_folder(folder, **changes)
     plain = load_model(folder, device=torch.device("cpu"), dtype="auto")
     return Model(folder, [plain_greedy(plain, prompt, NUM_TOKENS) for prompt in PROMPTS])
+
+
+def one_process_engine(
+    model: Model, *, num_blocks: int, worker: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> OneProcessEngine:
+    """Scheduler (with `options`) and worker in one process, without a store; not started."""
+    return OneProcessEngine(
+        SchedulerSettings(publisher_endpoint="", **options),
+        WorkerSettings(
+            model_path=str(model.folder),
+            store_endpoint="",
+            **{"num_blocks": num_blocks, "block_size": 4, "num_threads": 1, **worker},
+        ),
+    )
 
 
 class Connected(NamedTuple):
