@@ -78,8 +78,8 @@ protos: install ## Generate shared/reprise/v1 from protos/
 SOAK_S ?= 1800
 SOAK_EVENT_BLOCKS ?= 10000000
 soak: install ## The long runs at full length: overload of the store (SOAK_S), events under faults
-	REPRISE_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -s tests/chaos/test_store_overload.py
-	REPRISE_EVENT_BLOCKS=$(SOAK_EVENT_BLOCKS) $(BIN)/python -m pytest -s tests/chaos/test_event_delivery.py
+	REPRISE_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_store_overload.py
+	REPRISE_EVENT_BLOCKS=$(SOAK_EVENT_BLOCKS) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_event_delivery.py
 
 bench: install ## Every benchmark, as tables
 	@for name in hashing hashing-append hashing-limit kv-cache eviction step events store first-token; do \

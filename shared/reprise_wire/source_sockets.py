@@ -157,6 +157,7 @@ class SourceSockets:
     def _close_live(self) -> None:
         self._watch(self._live, False)
         self._watch(self._monitor, False)
+        # In this order: an event without a reader would block ZMQ's own thread, and this one behind it.
         self._live.disable_monitor()
         self._monitor.close(linger=0)
         self._live.close(linger=0)

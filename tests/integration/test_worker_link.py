@@ -212,6 +212,17 @@ def test_a_broken_connection_ends_the_session(scheduler: SchedulerPeer, worker: 
         again.close()
 
 
+def test_a_worker_stops_while_its_scheduler_goes() -> None:
+    """ZMQ tells of the lost connection while the link ends; once that blocked the whole process."""
+    for _ in range(300):
+        scheduler = SchedulerPeer()
+        worker = make_worker(scheduler.endpoint)
+        scheduler.wait_for(Kind.HELLO)
+        scheduler.close()
+        worker.link.stop()
+    assert not worker.fatal
+
+
 def test_a_worker_may_start_before_its_scheduler(scheduler: SchedulerPeer) -> None:
     endpoint = scheduler.endpoint
     scheduler.close()

@@ -84,7 +84,6 @@ class DealerThread:
             try:
                 self._serve()
             finally:
-                self._socket.disable_monitor()
                 self._socket.close(linger=0)
         except BaseException as error:
             self._on_fatal(error)
@@ -100,9 +99,17 @@ class DealerThread:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(self._endpoint)
+        try:
+            socket.connect(self._endpoint)
+            self._take_turns(monitor)
+        finally:
+            # In this order: an event without a reader would block ZMQ's own thread, and this one behind it.
+            socket.disable_monitor()
+            monitor.close(linger=0)
+
+    def _take_turns(self, monitor: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
-        for source in (socket, monitor, self._wake_read):
+        for source in (self._socket, monitor, self._wake_read):
             poller.register(source, zmq.POLLIN)
         while not self._stopping.is_set():
             wait_s = self.on_turn()
@@ -112,7 +119,6 @@ class DealerThread:
             if monitor in ready:
                 self._receive_connections(monitor)
             self._receive_frames()
-        monitor.close(linger=0)
 
     def _receive_connections(self, monitor: zmq.Socket[bytes]) -> None:
         while monitor.poll(0):
