@@ -1,7 +1,6 @@
 """What the caches of one source hold, told by its events."""
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reprise_core.block_columns import (
@@ -155,101 +154,109 @@ class BlockRecord:
         copies = self._columns.copies_in(medium)
         index = self._index.setdefault(group, {})
         if event.token_ids:
-            places = self._places_with_content(event, index)
+            self._store_content(event, index, copies)
         else:
-            places = self._known_places(event, index)
-        for place in places:
-            if not (event.report and copies[place]):
+            self._store_known(event, index, copies)
+
+    def _store_known(self, event: BlockStored, index: dict[ExternalHash, int], copies: "array[int]") -> None:
+        shapes, is_report = self._columns.shape, event.report
+        for block_hash in event.block_hashes:
+            place = index.get(block_hash)
+            if place is None or shapes[place] == ABSENT:
+                self.num_unknown_stores += 1
+            elif not (is_report and copies[place]):
                 copies[place] += 1
                 self.num_copies += 1
 
-    def _known_places(self, event: BlockStored, index: dict[ExternalHash, int]) -> Iterator[int]:
-        shape = self._columns.shape
-        for block_hash in event.block_hashes:
-            place = index.get(block_hash)
-            if place is None or shape[place] == ABSENT:
-                self.num_unknown_stores += 1
-            else:
-                yield place
-
-    def _places_with_content(self, event: BlockStored, index: dict[ExternalHash, int]) -> Iterator[int]:
-        """The place of each block, with its content in it."""
-        columns, size, hashes = self._columns, event.block_size, event.block_hashes
-        tokens = _dense_tokens(event)
+    def _store_content(
+        self, event: BlockStored, index: dict[ExternalHash, int], copies: "array[int]"
+    ) -> None:
+        shapes, starts, is_report = self._columns.shape, self._columns.token_start, event.report
+        fresh: _FreshBlocks | None = None
         parent_hash = event.parent_block_hash
-        keys = event.extra_keys
-        if keys is not None and len(keys) != len(hashes):
-            keys = None
-        shape = self._shapes.hold(BlockShape.of(event))
-        for i, block_hash in enumerate(hashes):
+        for i, block_hash in enumerate(event.block_hashes):
             place = index.get(block_hash)
-            if place is None:
-                place = self._take_place(block_hash, index)
-            if place is not None and (
-                columns.shape[place] == ABSENT or columns.token_start[place] == NO_TOKENS
-            ):
-                own = None if tokens is None else tokens[i * size : (i + 1) * size]
-                if not self._fill(place, shape, own, parent_hash, keys[i] if keys else None, index):
-                    place = None
+            if place is None or shapes[place] == ABSENT or starts[place] == NO_TOKENS:
+                # What only they need is made for them: twins and copies on other media are known.
+                fresh = fresh or _FreshBlocks(event, self._shapes)
+                place = self._fill(place, block_hash, fresh, i, parent_hash, index)
             if place is None:
                 self._count_overflow(1)
-            else:
-                yield place
+            elif not (is_report and copies[place]):
+                copies[place] += 1
+                self.num_copies += 1
             parent_hash = block_hash
-        self._shapes.release(shape)
+        if fresh is not None:
+            self._shapes.release(fresh.shape)
 
     def _fill(
         self,
-        place: int,
-        shape: int,
-        tokens: "array[int] | None",
+        place: int | None,
+        block_hash: ExternalHash,
+        fresh: "_FreshBlocks",
+        i: int,
         parent_hash: ExternalHash | None,
-        extra_keys: ExtraKeys | None,
         index: dict[ExternalHash, int],
-    ) -> bool:
-        """The content of a block that has none, or no tokens. False, and the place as it was or free,
-        at the limit."""
-        columns = self._columns
-        parent = UNKNOWN_PARENT
-        if tokens is not None:
-            found = self._parent_place(parent_hash, index) if self._has_room_for(len(tokens)) else None
-            if found is None:
-                self._settle(place, index)
-                return False
-            parent = found
-        if columns.shape[place] == ABSENT:
+    ) -> int | None:
+        """The place of block i, with the content that it did not have, or without tokens. None at the
+        limit, with everything as it was."""
+        columns, tokens = self._columns, fresh.tokens_of(i)
+        shapes = columns.shape
+        if place is None:
+            place = self._take_place(block_hash, index)
+            if place is None:
+                return None
+        is_new = shapes[place] == ABSENT
+        if tokens is None:
+            if not is_new:
+                return place
+            self._num_without_tokens += 1
+            columns.parent[place] = UNKNOWN_PARENT
+        elif not self._continue_chain(place, tokens, parent_hash, index):
+            self._settle(place, index)
+            return None
+        elif not is_new:
+            self._num_without_tokens -= 1
+        if is_new:
             self.num_blocks += 1
             self._num_orphans -= columns.num_children[place]
-            self._num_without_tokens += tokens is None
-        elif tokens is not None:
-            self._num_without_tokens -= 1
         else:
-            return True
-        self._set_kind(place, shape, extra_keys)
+            self._shapes.release(shapes[place])
+            self._extra_keys.release(columns.extra_keys[place])
+        self._shapes.hold_again(fresh.shape)
+        shapes[place] = fresh.shape
+        columns.extra_keys[place] = self._extra_keys.hold(fresh.keys_of(i))
+        return place
+
+    def _continue_chain(
+        self,
+        place: int,
+        tokens: "array[int]",
+        parent_hash: ExternalHash | None,
+        index: dict[ExternalHash, int],
+    ) -> bool:
+        """Gives a place its tokens and its parent. False at the limit, with nothing changed."""
+        columns = self._columns
+        parent = NO_BLOCK
+        if parent_hash is not None:
+            found = index.get(parent_hash)
+            if found is None:
+                found = self._take_place(parent_hash, index)
+                if found is None:
+                    return False
+            parent = found
+        start = self._put_tokens(tokens)
+        if start is None:
+            if parent != NO_BLOCK:
+                self._settle(parent, index)
+            return False
+        columns.token_start[place] = start
         columns.parent[place] = parent
-        if tokens is not None:
-            columns.token_start[place] = self._put_tokens(tokens)
-        if parent >= 0:
+        if parent != NO_BLOCK:
             columns.num_children[parent] += 1
             columns.child[parent] = place
             self._num_orphans += columns.shape[parent] == ABSENT
         return True
-
-    def _set_kind(self, place: int, shape: int, extra_keys: ExtraKeys | None) -> None:
-        columns = self._columns
-        old_shape, old_keys = columns.shape[place], columns.extra_keys[place]
-        self._shapes.hold_again(shape)
-        columns.shape[place] = shape
-        columns.extra_keys[place] = self._extra_keys.hold(extra_keys)
-        self._shapes.release(old_shape)
-        self._extra_keys.release(old_keys)
-
-    def _parent_place(self, parent_hash: ExternalHash | None, index: dict[ExternalHash, int]) -> int | None:
-        """None when there is no room for a parent that was not known."""
-        if parent_hash is None:
-            return NO_BLOCK
-        place = index.get(parent_hash)
-        return self._take_place(parent_hash, index) if place is None else place
 
     def _take_place(self, block_hash: ExternalHash, index: dict[ExternalHash, int]) -> int | None:
         if self._free:
@@ -262,18 +269,17 @@ class BlockRecord:
         index[block_hash] = place
         return place
 
-    def _has_room_for(self, num_tokens: int) -> bool:
-        if self._free_tokens.get(num_tokens):
-            return True
-        return len(self._columns.tokens) + num_tokens <= self._limit_blocks * MEAN_TOKENS_LIMIT
-
-    def _put_tokens(self, tokens: "array[int]") -> int:
-        arena, free = self._columns.tokens, self._free_tokens.get(len(tokens))
+    def _put_tokens(self, tokens: "array[int]") -> int | None:
+        """Where they begin; None at the limit."""
+        num_tokens, arena = len(tokens), self._columns.tokens
+        free = self._free_tokens.get(num_tokens)
         if free:
             start = free.pop()
-            arena[start : start + len(tokens)] = tokens
+            arena[start : start + num_tokens] = tokens
             return start
         start = len(arena)
+        if start + num_tokens > self._limit_blocks * MEAN_TOKENS_LIMIT:
+            return None
         arena.extend(tokens)
         return start
 
@@ -286,7 +292,7 @@ class BlockRecord:
     def _remove(self, event: BlockRemoved) -> None:
         column = self._columns.copies.get(event.medium or MEDIUM_DEVICE)
         index = self._index.get(event.group_idx or 0, {})
-        others = tuple(self._columns.copies.values())
+        columns = tuple(self._columns.copies.values())
         for block_hash in event.block_hashes:
             place = index.get(block_hash)
             if place is None or column is None or not column[place]:
@@ -294,42 +300,68 @@ class BlockRecord:
                 continue
             column[place] -= 1
             self.num_copies -= 1
-            if not any(copies[place] for copies in others):
+            for copies in columns:
+                if copies[place]:
+                    break
+            else:
                 self._drop_content(place, index)
 
     def _drop_content(self, place: int, index: dict[ExternalHash, int]) -> None:
         columns = self._columns
-        shape = self._shapes.values[columns.shape[place]]
+        shapes, num_children = columns.shape, columns.num_children
+        shape = self._shapes.values[shapes[place]]
         assert shape is not None
         self.num_blocks -= 1
-        self._num_orphans += columns.num_children[place]
+        self._num_orphans += num_children[place]
         start, parent = columns.token_start[place], columns.parent[place]
         if start == NO_TOKENS:
             self._num_without_tokens -= 1
         else:
             self._free_tokens.setdefault(shape.block_size, []).append(start)
-        self._shapes.release(columns.shape[place])
+        self._shapes.release(shapes[place])
         self._extra_keys.release(columns.extra_keys[place])
-        columns.shape[place] = ABSENT
+        shapes[place] = ABSENT
         columns.extra_keys[place] = 0
         columns.token_start[place] = NO_TOKENS
         columns.parent[place] = NO_BLOCK
         if parent >= 0:
-            columns.num_children[parent] -= 1
-            self._num_orphans -= columns.shape[parent] == ABSENT
-            self._settle(parent, index)
+            num_children[parent] -= 1
+            if shapes[parent] == ABSENT:
+                self._num_orphans -= 1
+                self._settle(parent, index)
         self._settle(place, index)
 
     def _settle(self, place: int, index: dict[ExternalHash, int]) -> None:
         """Frees a place that has no block and that none names as its parent."""
         columns = self._columns
+        if columns.num_children[place] or columns.shape[place] != ABSENT:
+            return
         block_hash = columns.hashes[place]
-        if block_hash is None or columns.shape[place] != ABSENT or columns.num_children[place]:
+        if block_hash is None:
             return
         del index[block_hash]
         columns.hashes[place] = None
         columns.child[place] = NO_BLOCK
         self._free.append(place)
+
+
+class _FreshBlocks:
+    """What the blocks of one stored event are filled with; its `shape` is held."""
+
+    __slots__ = ("_keys", "_size", "_tokens", "shape")
+
+    def __init__(self, event: BlockStored, shapes: ValueTable[BlockShape]) -> None:
+        self.shape = shapes.hold(BlockShape.of(event))
+        self._size = event.block_size
+        self._tokens = _dense_tokens(event)
+        keys = event.extra_keys
+        self._keys = keys if keys is not None and len(keys) == len(event.block_hashes) else None
+
+    def tokens_of(self, i: int) -> "array[int] | None":
+        return None if self._tokens is None else self._tokens[i * self._size : (i + 1) * self._size]
+
+    def keys_of(self, i: int) -> ExtraKeys | None:
+        return None if self._keys is None else self._keys[i]
 
 
 def _dense_tokens(event: BlockStored) -> "array[int] | None":

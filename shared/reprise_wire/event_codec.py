@@ -10,7 +10,7 @@ Sequence numbers travel as 8 big-endian bytes. A replay answer ends with END_SEQ
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -145,6 +145,14 @@ def decode_batch(payload: Frame, *, on_unknown: Callable[[str], None] | None = N
     return batch
 
 
+def is_heartbeat(payload: Frame) -> bool:
+    """A batch without events."""
+    try:
+        return not decode_batch(payload, on_unknown=lambda name: None).events
+    except DataLoss:
+        return False
+
+
 def _decode_open(payload: Frame, on_unknown: Callable[[str], None] | None) -> KvEventBatch:
     """Event by event, for batches with array events, unknown types or absent fields."""
     try:
@@ -209,8 +217,7 @@ def _array_event(event: KvEvent) -> msgspec.Struct:
     return array_type(*(getattr(event, name) for name in array_type.__struct_fields__))
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedBatch:
+class PublishedBatch(NamedTuple):
     """One batch as a subscriber or a replay client gets it; the payload is not decoded yet."""
 
     topic: str

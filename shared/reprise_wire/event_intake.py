@@ -13,9 +13,8 @@ chunks have a second frame, an event batch as it will be published (`event_codec
 A new epoch is a new source: what the one before had is gone. Peers of another version are refused.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -78,8 +77,7 @@ class VersionMismatch(DataLoss):
         self.theirs = theirs
 
 
-@dataclass(frozen=True, slots=True)
-class SourceMessage:
+class SourceMessage(NamedTuple):
     header: SourceHeader
     payload: bytes
     """Empty for HELLO."""

@@ -15,9 +15,10 @@ The rules, and why they keep `exact` true:
 from collections.abc import Callable
 
 from reprise_core.errors import DataLoss
-from reprise_core.kv_events import AllBlocksCleared, KvEventBatch
 from reprise_wire.event_asks import Asks
-from reprise_wire.event_codec import PublishedBatch, decode_batch
+from reprise_wire.event_codec import PublishedBatch, decode_batch, is_heartbeat
+from reprise_wire.event_deliveries import Deliveries
+from reprise_wire.event_silence import Silence
 from reprise_wire.event_snapshot import SnapshotChunk, SnapshotMeta
 from reprise_wire.event_source_values import (
     Ask,
@@ -30,9 +31,6 @@ from reprise_wire.event_source_values import (
     SourceOptions,
     SourceState,
 )
-from reprise_wire.event_wholeness import Wholeness
-
-_CLEARED_NAME = AllBlocksCleared.__name__.encode()
 
 
 class EventSource:
@@ -58,20 +56,13 @@ class EventSource:
         self.counters = SourceCounters()
         self.is_connected = False
         self.live_epoch = 0
-        self._deliver = deliver
         self._notify = notify
         self._can_ask = can_ask
-        self._next: int | None = None
-        """The sequence to apply next; None while nothing is had that could go on."""
-        self._anchor: tuple[int, bytes] | None = None
-        """Number and payload of the last batch with events, where we have it. A heartbeat proves nothing:
-        publishers keep one for many."""
-        self._wholeness = Wholeness()
+        self._told = Deliveries(name, deliver, self._say, self.counters)
         self._asks = Asks(options, self.counters)
         self._proven = False
         self._behind = False
         """Live batches have shown that others are missing, or the connection was lost."""
-        self._delivered = False
         self._last_live: int | None = None
         self._buffer = LiveBuffer(options.buffer_batches, options.buffer_bytes)
         self._tied = False
@@ -80,8 +71,7 @@ class EventSource:
         """Where the last replay had a hole: two of them at one place make it a lasting one."""
         self._refresh_at_s: float | None = None
         """When a partial source asks for a snapshot again."""
-        self._heard_s: float | None = None
-        self._is_silent = False
+        self._silence = Silence(options)
 
     # --- what there is to see ------------------------------------------------------------------
 
@@ -91,24 +81,24 @@ class EventSource:
 
     @property
     def state(self) -> SourceState:
-        if self._is_silent or self._heard_s is None:
+        if self._silence.is_off:
             return SourceState.OFF
         return SourceState.EXACT if self.is_complete and not self._behind else SourceState.PARTIAL
 
     @property
     def sequence(self) -> int | None:
         """The last batch that was applied, or the sequence of the snapshot."""
-        return None if self._next is None else self._next - 1
+        return None if self._told.next is None else self._told.next - 1
 
     @property
     def is_complete(self) -> bool:
         """What was delivered so far has no hole, whatever is missing after it."""
-        return self._wholeness.is_whole and self._next is not None
+        return self._told.wholeness.is_whole and self._told.next is not None
 
     @property
     def is_following(self) -> bool:
         """Nothing is being asked for and nothing waits: batches are applied as they come."""
-        return self.is_connected and not self._asks.is_busy and self._next is not None
+        return self.is_connected and not self._asks.is_busy and self._told.next is not None
 
     @property
     def num_buffered(self) -> int:
@@ -119,11 +109,7 @@ class EventSource:
         """When `tick` has something to do at the latest; None = not before something comes."""
         asks = self._asks
         times = [asks.retry_at_s, self._refresh_at_s, asks.deadline_s if asks.current else None]
-        if self.options.silence_s and self._heard_s is not None:
-            if not self._is_silent:
-                times.append(self._heard_s + self.options.silence_s)
-            elif self._delivered:
-                times.append(self._heard_s + self.options.silence_s + self.options.drop_after_s)
+        times.append(self._silence.wake_s(has_blocks=self._told.are_any))
         return min((at_s for at_s in times if at_s is not None), default=None)
 
     # --- what comes ----------------------------------------------------------------------------
@@ -144,34 +130,34 @@ class EventSource:
         self._last_live = None
         self._buffer.clear()
         self._asks.connection_lost()
-        self._behind = self._next is not None
-        if self._anchor is None:
+        self._behind = self._told.next is not None
+        if self._told.anchor is None:
             # Nothing could tell whether another connection goes on from here.
-            self._next = None
-            self._wholeness.lose()
+            self._told.next = None
+            self._told.wholeness.lose()
         if not self._can_ask:
-            self._wholeness.lose()
+            self._told.wholeness.lose()
 
     def live(self, message: PublishedBatch, *, now_s: float) -> None:
-        self._hear(now_s)
+        self._silence.heard(now_s=now_s)
         self.counters.live_batches += 1
-        sequence, former = message.sequence, self._last_live
+        sequence, former, after = message.sequence, self._last_live, self._told.next
         self._last_live = sequence
         descends = former is not None and sequence <= former
-        if sequence == self._next and self._proven and not self._asks.is_busy:
+        if sequence == after and self._proven and not self._asks.is_busy:
             self._apply(DeliveryKind.LIVE, sequence, message.topic, message.payload, now_s)
-        elif (descends or self._next is None or sequence > self._next) and self._starts_over(message):
+        elif (descends or after is None or sequence > after) and self._told.starts_over(message):
             self._begin(message, descends, now_s)
         elif not self._can_ask:
             self._go_on_without_asking(message, descends, now_s)
-        elif self._next is None and self._begins_anywhere:
+        elif after is None and self._begins_anywhere:
             self._begin(message, False, now_s)
         else:
             self._hold(message, descends, now_s)
 
     def malformed(self, problem: str, *, now_s: float) -> None:
         """A live message that is none; if it was a batch, the next one shows a gap."""
-        self._hear(now_s)
+        self._silence.heard(now_s=now_s)
         self.counters.malformed += 1
         self._say("malformed", problem)
 
@@ -179,7 +165,7 @@ class EventSource:
         """One batch of the answer to a replay; None is its end."""
         if not self._asks.is_current(ask_id):
             return
-        self._hear(now_s)
+        self._silence.heard(now_s=now_s)
         self._asks.answered(now_s=now_s)
         if message is None:
             self._replay_ended(now_s)
@@ -189,27 +175,26 @@ class EventSource:
     def snapshot_part(self, ask_id: int, part: SnapshotChunk, *, now_s: float) -> None:
         if not self._asks.is_current(ask_id):
             return
-        self._hear(now_s)
+        self._silence.heard(now_s=now_s)
         self._asks.answered(now_s=now_s)
         meta = part.meta
         if not self._asks.is_next_part(meta):
             self._fail(f"snapshot part {meta.index} is not the next one", now_s)
             return
         try:
-            batch = decode_batch(part.payload, on_unknown=self._unknown)
+            batch = decode_batch(part.payload, on_unknown=self._told.unknown_event)
         except DataLoss as error:
             self.counters.malformed += 1
             self._fail(str(error), now_s)
             return
         if meta.index == 0:
-            self._next, self._anchor = None, None
-            self._wholeness.start()
+            self._told.start_over()
         self.counters.snapshot_parts += 1
-        self._give(
+        self._told.give(
             DeliveryKind.SNAPSHOT, meta.sequence, meta.topic, batch, len(part.payload), meta.unresolved
         )
         # The cleared event of its first part makes nothing whole before the last one is there.
-        self._wholeness.lose()
+        self._told.wholeness.lose()
         if meta.last:
             self._snapshot_ended(meta, now_s)
 
@@ -240,55 +225,39 @@ class EventSource:
         nothing_to_ask = self.options.start is None and self._asks.has_snapshots is False
         return (gave_up or nothing_to_ask) and not self._asks.is_busy
 
-    def _starts_over(self, message: PublishedBatch) -> bool:
-        """Whether what came before this batch does not matter for the state after it."""
-        if message.sequence == 0:
-            return True
-        if _CLEARED_NAME not in message.payload:
-            return False
-        try:
-            batch = decode_batch(message.payload, on_unknown=lambda name: None)
-        except DataLoss:
-            return False
-        return self._wholeness.is_made_by(batch)
-
     def _begin(self, message: PublishedBatch, descends: bool, now_s: float) -> None:
         """With this live batch, whatever was before. A number that went down on one connection leaves
         open whose the next one is."""
-        if descends or (self._next is not None and message.sequence < self._next):
-            self.counters.restarts += 1
-            was = -1 if self._next is None else self._next - 1
-            self._say("restart", "the publisher began anew", was=was, now=message.sequence)
+        if descends or (self._told.next is not None and message.sequence < self._told.next):
+            self._see_restart("the publisher began anew", now=message.sequence)
         self._void()
         self._asks.drop()
         if descends:
             self._buffer.clear()
         self._buffer.drop_before(message.sequence + 1)
         self._proven = not (descends and self._can_ask)
-        if self._starts_over(message):
-            self._wholeness.is_whole = True
+        if self._told.starts_over(message):
+            self._told.wholeness.is_whole = True
             self._refresh_at_s = None
         self._apply(DeliveryKind.LIVE, message.sequence, message.topic, message.payload, now_s)
         self._drain(now_s)
 
     def _go_on_without_asking(self, message: PublishedBatch, descends: bool, now_s: float) -> None:
         if descends:
-            self.counters.restarts += 1
-            was = -1 if self._next is None else self._next - 1
-            self._say("restart", "the publisher began anew", was=was, now=message.sequence)
+            self._see_restart("the publisher began anew", now=message.sequence)
             self._void()
-            self._next = 0
-        if self._next is not None and message.sequence > self._next:
+            self._told.next = 0
+        if self._told.next is not None and message.sequence > self._told.next:
             self.counters.gaps += 1
-            self._accept_hole(message.sequence)
+            self._told.accept_hole(message.sequence)
         self._proven = True
         self._behind = False
         self._apply(DeliveryKind.LIVE, message.sequence, message.topic, message.payload, now_s)
 
     def _hold(self, message: PublishedBatch, descends: bool, now_s: float) -> None:
         """Keep a live batch until what comes before it, or its proof, is there."""
-        sequence = message.sequence
-        if self._next is not None and sequence < self._next and not descends and not self._asks.is_busy:
+        sequence, after = message.sequence, self._told.next
+        if after is not None and sequence < after and not descends and not self._asks.is_busy:
             self.counters.duplicates += 1
             return
         if descends:
@@ -296,40 +265,41 @@ class EventSource:
             self._proven = False
             self._buffer.clear()
         self._see_gap(sequence)
-        if self._asks.awaits_snapshot and self._proven and sequence == self._next:
+        if self._asks.awaits_snapshot and self._proven and sequence == self._told.next:
             # It is applied now, and again should the snapshot turn out to be older.
             self._apply(DeliveryKind.LIVE, sequence, message.topic, message.payload, now_s)
         if not self._buffer.add(sequence, message.topic, message.payload):
             self.counters.overflows += 1
-            self._behind = self._next is None or self._next <= sequence
+            self._behind = self._told.next is None or self._told.next <= sequence
             self._say("overflow", "the buffer of live batches was full and is dropped", last=sequence)
         if not self._asks.is_busy:
             self._resync(now_s)
 
     def _see_gap(self, sequence: int) -> None:
-        if self._next is None or sequence <= self._next or sequence - 1 in self._buffer.batches:
+        first = self._told.next
+        if first is None or sequence <= first or sequence - 1 in self._buffer.batches:
             return
         if not self._behind:
             self.counters.gaps += 1
-            self._say("behind", "batches are missing, asking for them", first=self._next, last=sequence - 1)
+            self._say("behind", "batches are missing, asking for them", first=first, last=sequence - 1)
         self._behind = True
 
     def _drain(self, now_s: float) -> None:
         """Apply what was held back and is next now; ask again for what is still missing."""
-        if self._next is None:
+        if self._told.next is None:
             return
-        if not self._wholeness.is_whole and self._refresh_at_s is None:
+        if not self._told.wholeness.is_whole and self._refresh_at_s is None:
             self._refresh_at_s = now_s + self.options.retry_s
-        self.counters.duplicates += self._buffer.drop_before(self._next)
+        self.counters.duplicates += self._buffer.drop_before(self._told.next)
         if self._proven:
-            while (held := self._buffer.take(self._next)) is not None:
-                self._apply(DeliveryKind.LIVE, self._next, *held, now_s)
+            while (held := self._buffer.take(self._told.next)) is not None:
+                self._apply(DeliveryKind.LIVE, self._told.next, *held, now_s)
         if not self._buffer.batches:
             self._behind = False
             if self._proven:
                 self._asks.num_failed = 0
             return
-        self._behind = self._buffer.first != self._next
+        self._behind = self._buffer.first != self._told.next
         self._resync(now_s)
 
     # --- asking --------------------------------------------------------------------------------
@@ -338,11 +308,12 @@ class EventSource:
         """Ask for what leads from what we have to what is live."""
         if not self._can_ask or not self.is_connected:
             return
-        if self._next is not None and (self._anchor is not None or self._buffer.batches):
-            self._send(AskKind.REPLAY, self._next if self._anchor is None else self._anchor[0], now_s)
+        after, anchor = self._told.next, self._told.anchor
+        if after is not None and (anchor is not None or self._buffer.batches):
+            self._send(AskKind.REPLAY, after if anchor is None else anchor[0], now_s)
         elif self._asks.has_snapshots is not False:
             self._send(AskKind.SNAPSHOT, 0, now_s)
-        elif self._next is None and self.options.start is not None:
+        elif after is None and self.options.start is not None:
             self._send(AskKind.REPLAY, self.options.start, now_s)
 
     def _send(self, kind: AskKind, start: int, now_s: float) -> None:
@@ -359,20 +330,20 @@ class EventSource:
         """Go on with what is live; a snapshot may mend it later."""
         self._asks.drop()
         self._asks.num_failed = 0
-        self._wholeness.lose()
+        self._told.wholeness.lose()
         self._proven = True
         self._refresh_at_s = now_s + self.options.retry_s
         while (first := self._buffer.first) is not None:
-            if self._next is not None and first > self._next:
-                self._accept_hole(first)
+            if self._told.next is not None and first > self._told.next:
+                self._told.accept_hole(first)
             topic, payload = self._buffer.take(first) or ("", b"")
-            if self._next is None or first == self._next:
+            if self._told.next is None or first == self._told.next:
                 self._apply(DeliveryKind.LIVE, first, topic, payload, now_s)
         self._behind = False
 
     def _refresh(self, now_s: float) -> None:
         self._refresh_at_s = None
-        if self._wholeness.is_whole or not (self.options.snapshots and self._can_ask):
+        if self._told.wholeness.is_whole or not (self.options.snapshots and self._can_ask):
             return
         if self._asks.is_busy or not self.is_connected:
             self._refresh_at_s = now_s + self.options.retry_s
@@ -386,40 +357,39 @@ class EventSource:
         """Whether this first batch of an answer continues our state; if not, what follows has been begun."""
         assert self.ask is not None
         sequence = message.sequence
-        if self._next is None:
+        if self._told.next is None:
             self._void()
-            self._wholeness.lose()
-            self._wholeness.is_whole = sequence == 0
+            self._told.wholeness.is_whole = sequence == 0
             if sequence > self.ask.start:
                 self._say("gap", "the replay begins later", first=self.ask.start, last=sequence - 1)
-            self._next = sequence
+            self._told.next = sequence
         elif sequence < self.ask.start:
             return False
         elif sequence > self.ask.start:
             return self._unfillable(sequence, now_s)
-        elif self._anchor is not None and message.payload != self._anchor[1]:
+        elif self._told.anchor is not None and message.payload != self._told.anchor[1]:
             self._restart("the publisher is another one", now_s)
             return False
         self._tied = True
         return True
 
     def _take_replayed(self, message: PublishedBatch, now_s: float) -> None:
-        assert self._next is not None
+        assert self._told.next is not None
         sequence = message.sequence
         held = self._buffer.batches.get(sequence)
         if held is not None:
             if held[1] == message.payload:
                 self._proven = True
-            elif not (_is_heartbeat(held[1]) and _is_heartbeat(message.payload)):
+            elif not (is_heartbeat(held[1]) and is_heartbeat(message.payload)):
                 self._other_live(now_s)
                 return
-        if sequence < self._next:
+        if sequence < self._told.next:
             return
-        if sequence > self._next:
-            if self._hole_at != self._next:
+        if sequence > self._told.next:
+            if self._hole_at != self._told.next:
                 # A ROUTER drops for a reader that is too slow: another try tells.
-                self._hole_at = self._next
-                self._fail(f"batches {self._next} to {sequence - 1} did not come", now_s)
+                self._hole_at = self._told.next
+                self._fail(f"batches {self._told.next} to {sequence - 1} did not come", now_s)
                 return
             if not self._unfillable(sequence, now_s):
                 return
@@ -435,19 +405,19 @@ class EventSource:
         if not self._tied:
             # Nothing ties what we have to this publisher.
             self._void()
-        self._accept_hole(sequence)
-        self._next = sequence
+        self._told.accept_hole(sequence)
+        self._told.next = sequence
         self._tied = True
         return True
 
     def _replay_ended(self, now_s: float) -> None:
         self._asks.end()
-        if self._next is None:
+        if self._told.next is None:
             if self._buffer.batches:
                 self._fail("the replay is empty", now_s)
             return
         if not self._tied:
-            if self._anchor is None:
+            if self._told.anchor is None:
                 self._fail("the replay does not reach the live batches", now_s)
             else:
                 self._restart("the publisher is behind what it sent before", now_s)
@@ -461,17 +431,19 @@ class EventSource:
         self._drain(now_s)
 
     def _ends_before_live(self) -> bool:
-        return any(sequence >= (self._next or 0) for sequence in self._buffer.batches)
+        return any(sequence >= (self._told.next or 0) for sequence in self._buffer.batches)
 
     def _restart(self, text: str, now_s: float) -> None:
-        self.counters.restarts += 1
-        self._say("restart", text, was=-1 if self._next is None else self._next - 1)
+        self._see_restart(text)
         self._void()
-        self._wholeness.lose()
         self._buffer.clear()
         self._behind = False
         self._asks.drop()
         self._resync(now_s)
+
+    def _see_restart(self, text: str, **facts: int) -> None:
+        self.counters.restarts += 1
+        self._say("restart", text, was=-1 if self.sequence is None else self.sequence, **facts)
 
     def _other_live(self, now_s: float) -> None:
         """The live connection and the one for questions lead to two publishers: begin with new ones."""
@@ -484,8 +456,8 @@ class EventSource:
 
     def _snapshot_ended(self, meta: SnapshotMeta, now_s: float) -> None:
         self._asks.end()
-        self._next = meta.sequence + 1
-        self._wholeness.is_whole = meta.complete
+        self._told.next = meta.sequence + 1
+        self._told.wholeness.is_whole = meta.complete
         self._proven = False
         self._behind = False
         self._hole_at = None
@@ -498,7 +470,7 @@ class EventSource:
         self._asks.has_snapshots = False
         self.counters.unsupported_snapshots += 1
         self._say("snapshot", "no answer, the publisher has none")
-        if self._next is None or self._behind or not self._proven:
+        if self._told.next is None or self._behind or not self._proven:
             self._resync(now_s)
         else:
             self._drain(now_s)
@@ -506,82 +478,23 @@ class EventSource:
     # --- state ---------------------------------------------------------------------------------
 
     def _apply(self, kind: DeliveryKind, sequence: int, topic: str, payload: bytes, now_s: float) -> None:
-        self._next = sequence + 1
-        try:
-            batch = decode_batch(payload, on_unknown=self._unknown)
-        except DataLoss as error:
-            self._anchor = sequence, payload
-            self.counters.malformed += 1
-            self._say("malformed", str(error), sequence=sequence)
-            self._wholeness.lose()
+        if not self._told.take(kind, sequence, topic, payload):
             self._refresh_at_s = now_s
-            return
-        if batch.events:
-            self._anchor = sequence, payload
-        self._give(kind, sequence, topic, batch, len(payload))
-        if self._wholeness.is_whole:
+        elif self._told.wholeness.is_whole:
             self._refresh_at_s = None
 
-    def _give(
-        self,
-        kind: DeliveryKind,
-        sequence: int,
-        topic: str,
-        batch: KvEventBatch,
-        num_bytes: int,
-        unresolved: tuple[int, ...] = (),
-    ) -> None:
-        self._delivered = True
-        self._wholeness.see(batch)
-        self._deliver(Delivery(self.name, kind, sequence, topic, batch, num_bytes, unresolved))
-
     def _void(self) -> None:
-        """What was delivered no longer counts."""
-        last = self.sequence or 0
-        self._next, self._anchor = None, None
         self._hole_at = None
-        if self._delivered:
-            cleared = KvEventBatch(0.0, (AllBlocksCleared(),))
-            self._deliver(Delivery(self.name, DeliveryKind.CLEARED, last, "", cleared, 0))
-            self._delivered = False
-        self._wholeness.start()
-
-    def _accept_hole(self, sequence: int) -> None:
-        first = self._next if self._next is not None else 0
-        self.counters.holes += 1
-        self.counters.missing_batches += max(0, sequence - first)
-        self._wholeness.lose()
-        self._say("gap", f"{sequence - first} batches are missing", first=first, last=sequence - 1)
-        self._next = sequence
-
-    def _hear(self, now_s: float) -> None:
-        self._heard_s = now_s
-        self._is_silent = False
+        self._told.void()
 
     def _watch_silence(self, now_s: float) -> None:
-        silence_s = self.options.silence_s
-        if not silence_s or self._heard_s is None or now_s < self._heard_s + silence_s:
-            return
-        if not self._is_silent:
-            self._is_silent = True
+        if self._silence.begins(now_s=now_s):
             self.counters.silences += 1
-            self._say("off", f"silent for {silence_s:g} s")
-        if now_s >= self._heard_s + silence_s + self.options.drop_after_s and self._delivered:
+            self._say("off", f"silent for {self.options.silence_s:g} s")
+        if self._silence.drops(now_s=now_s) and self._told.are_any:
             self.counters.drops += 1
             self._say("off", "its blocks are dropped")
             self._void()
-            self._wholeness.lose()
-
-    def _unknown(self, name: str) -> None:
-        self.counters.unknown_events += 1
-        self._say("unknown", f"event type {name!r}")
 
     def _say(self, kind: str, text: str, **facts: int | str) -> None:
         self._notify(Notice(self.name, kind, text, facts))
-
-
-def _is_heartbeat(payload: bytes) -> bool:
-    try:
-        return not decode_batch(payload, on_unknown=lambda name: None).events
-    except DataLoss:
-        return False

@@ -26,6 +26,7 @@ from reprise_wire.event_snapshot import (
 )
 from reprise_wire.event_source import EventSource
 from reprise_wire.event_source_values import Ask, AskKind
+from reprise_wire.zmq_frames import receive_frames
 
 LIVE_QUEUE_BATCHES = 100_000
 """Batches that wait in the live socket; beyond it the publisher drops and a gap shows."""
@@ -247,6 +248,6 @@ class SourceSockets:
 def _receive(socket: Socket, budget: int) -> Iterable[list[bytes]]:
     for _ in range(budget):
         try:
-            yield socket.recv_multipart(zmq.DONTWAIT)
+            yield receive_frames(socket)
         except zmq.Again:
             return

@@ -209,6 +209,10 @@ async def test_one_that_was_stopped_and_lost_batches_catches_up(tmp_path: Path) 
                 while not (await follower.report()).is_exact:
                     await asyncio.sleep(0.05)
             feeder.send([large_store(-2)])
+            # With it the live connection is proven, so that what is lost shows as a gap.
+            async with asyncio.timeout(60):
+                while (await follower.report()).digest != digest(facts_of(feeder)):
+                    await asyncio.sleep(0.05)
             follower.freeze()
             for number in range(400):
                 old = BlockRemoved(block_hashes=large_store(number - 2).block_hashes, medium="GPU")

@@ -60,28 +60,19 @@ class CacheWorkload:
         self._running: deque[PlainRequest] = deque()
         self._number = 0
         self._host: deque[int] = deque()
+        self._known: dict[tuple[int, ...], tuple[list[int], list[BlockHash]]] = {}
 
     def prompt(self) -> list[int]:
-        tokens: list[int] = []
-        path = 0
-        for _ in range(self.rng.randint(1, 5)):
-            path = path * self.branching + self.rng.randrange(self.branching)
-            piece = random.Random(path)
-            tokens += [
-                piece.randrange(50_000) for _ in range(piece.randint(self.block_size, 5 * self.block_size))
-            ]
-        return tokens
+        token_ids, _ = self._known_prompt(self._draw_path())
+        return list(token_ids)
 
     def request(self, token_ids: list[int]) -> PlainRequest:
-        chain = self.hasher.chain()
-        chain.append(token_ids)
-        self._number += 1
-        return PlainRequest(RequestId(f"r{self._number}"), token_ids, chain.hashes)
+        return self._numbered(token_ids, self._hashes(token_ids))
 
     def step(self, *, num_requests: int = 4) -> list[KvEvent]:
         """Some requests come and go; the events of that."""
         for _ in range(num_requests):
-            self._admit(self.request(self.prompt()))
+            self._admit(self._numbered(*self._known_prompt(self._draw_path())))
         while self._running and self.rng.random() < 0.6:
             self._finish(self.rng.randrange(len(self._running)))
         events = self.manager.take_events()
@@ -94,6 +85,32 @@ class CacheWorkload:
         assert self.manager.reset()
         self._host.clear()
         return self.manager.take_events()
+
+    def _draw_path(self) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(self.branching) for _ in range(self.rng.randint(1, 5)))
+
+    def _known_prompt(self, path: tuple[int, ...]) -> tuple[list[int], list[BlockHash]]:
+        """Tokens and block hashes, made once: making them costs more than all the rest of a step."""
+        known = self._known.get(path)
+        if known is None:
+            token_ids: list[int] = []
+            number = 0
+            for branch in path:
+                number = number * self.branching + branch
+                piece = random.Random(number)
+                num_tokens = piece.randint(self.block_size, 5 * self.block_size)
+                token_ids += [piece.randrange(50_000) for _ in range(num_tokens)]
+            known = self._known[path] = token_ids, self._hashes(token_ids)
+        return known
+
+    def _hashes(self, token_ids: list[int]) -> list[BlockHash]:
+        chain = self.hasher.chain()
+        chain.append(token_ids)
+        return chain.hashes
+
+    def _numbered(self, token_ids: list[int], block_hashes: list[BlockHash]) -> PlainRequest:
+        self._number += 1
+        return PlainRequest(RequestId(f"r{self._number}"), token_ids, block_hashes)
 
     def _admit(self, request: PlainRequest) -> None:
         while True:

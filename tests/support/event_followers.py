@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reprise_wire.event_facts import EventFacts
-from reprise_wire.event_source_values import Notice, SourceOptions, SourceState, plain_counters
+from reprise_wire.event_facts import EventFacts, Fact
+from reprise_wire.event_source_values import Delivery, Notice, SourceOptions, SourceState, plain_counters
 from reprise_wire.event_subscriber import EventSubscriber
 from reprise_wire.source_sockets import SourceAddress
+from support.cache_workload import Truth
 
 NAME = "engine"
 KEPT_NOTICES = 30
@@ -52,7 +53,9 @@ class Follower:
     def __init__(self, events_port: int, replay_port: int, options: SourceOptions = QUICK) -> None:
         self.facts = EventFacts()
         self.notices: list[Notice] = []
-        self.subscriber = EventSubscriber(on_delivery=self.facts.apply, on_notice=self._note)
+        self.last_ts = 0.0
+        """Wall time of the newest batch that was delivered, as its maker says it."""
+        self.subscriber = EventSubscriber(on_delivery=self._take, on_notice=self._note)
         address = SourceAddress(
             NAME, f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}", "kv@"
         )
@@ -73,8 +76,12 @@ class Follower:
         await self.stop()
         self.subscriber.close()
 
-    def copies(self) -> Counter[tuple[int | bytes, int, str]]:
-        return Counter({tuple(fact): number for fact, number in self.facts.copies(NAME).items()})
+    def copies(self) -> Counter[Fact]:
+        return self.facts.copies(NAME)
+
+    def has(self, truth: Truth) -> bool:
+        """Whether it holds just that; most of what it does not is seen from the number of copies."""
+        return self.facts.record(NAME).num_copies == truth.total() and self.copies() == truth
 
     def report(self) -> Report:
         copies = self.copies()
@@ -85,6 +92,10 @@ class Follower:
             len(copies),
             plain_counters(self.source.counters),
         )
+
+    def _take(self, delivery: Delivery) -> None:
+        self.last_ts = max(self.last_ts, delivery.batch.ts)
+        self.facts.apply(delivery)
 
     def _note(self, notice: Notice) -> None:
         self.notices.append(notice)

@@ -27,6 +27,9 @@ class Arrival:
     """Of a source that another one has replaced: if it goes on, two of them share one intake."""
 
 
+_NEXT, _DUPLICATE, _REPLACED = Arrival(), Arrival(duplicate=True), Arrival(replaced=True)
+
+
 class SourceNumbering:
     """Follows one source at a time, the one whose epoch came last; an epoch that was left never returns.
 
@@ -44,14 +47,17 @@ class SourceNumbering:
 
         Raises DataLoss, with nothing changed, for a number that cannot be.
         """
-        if header.epoch in self._left_epochs:
-            return Arrival(replaced=True)
         new_epoch = header.epoch != self.epoch
+        if not new_epoch and header.sequence == self.next:
+            self.next += header.kind is SourceKind.BATCH
+            return _NEXT
+        if header.epoch in self._left_epochs:
+            return _REPLACED
         expected = 0 if new_epoch else self.next
         if header.sequence - expected > MAX_GAP:
             raise DataLoss(f"event intake sequence {header.sequence}, expected about {expected}")
         if header.sequence < expected:
-            return Arrival(duplicate=True)
+            return _DUPLICATE
         first = self.epoch is None
         if new_epoch and self.epoch is not None:
             self._left_epochs.append(self.epoch)

@@ -40,11 +40,8 @@ class Outgoing:
 
     def __init__(self, options: OutgoingOptions) -> None:
         self._options = options
-
-    @property
-    def passes_through(self) -> bool:
+        self.passes_through = not options.changes_events and options.form is EventForm.MAP
         """Payloads leave byte for byte as they came."""
-        return not self._options.changes_events and self._options.form is EventForm.MAP
 
     def payload(self, payload: bytes) -> bytes:
         """Raises DataLoss for what is no batch, unless payloads pass through unread."""

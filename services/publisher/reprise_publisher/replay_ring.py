@@ -2,22 +2,21 @@
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class RingBatch:
+class RingBatch(NamedTuple):
     sequence: int
     """Of the first one, for heartbeats in a row."""
     payload: bytes
     """Of the last one."""
-    count: int = 1
+    num_batches: int = 1
     is_heartbeat: bool = False
 
     @property
     def end(self) -> int:
         """The number after it."""
-        return self.sequence + self.count
+        return self.sequence + self.num_batches
 
 
 class ReplayRing:
@@ -39,16 +38,17 @@ class ReplayRing:
         return len(self._batches)
 
     def append(self, sequence: int, payload: bytes, *, is_heartbeat: bool = False) -> None:
-        last = self._batches[-1] if self._batches else None
+        batches = self._batches
+        last = batches[-1] if batches else None
         assert last is None or last.end <= sequence
-        first, count = sequence, 1
+        first, num_batches = sequence, 1
         if is_heartbeat and last is not None and last.is_heartbeat and last.end == sequence:
-            first, count = last.sequence, last.count + 1
-            self.num_bytes -= len(self._batches.pop().payload)
-        self._batches.append(RingBatch(first, payload, count, is_heartbeat))
+            first, num_batches = last.sequence, last.num_batches + 1
+            self.num_bytes -= len(batches.pop().payload)
+        batches.append(RingBatch(first, payload, num_batches, is_heartbeat))
         self.num_bytes += len(payload)
-        while len(self._batches) > self._limit_batches or self.num_bytes > self._limit_bytes:
-            self.num_bytes -= len(self._batches.popleft().payload)
+        while len(batches) > self._limit_batches or self.num_bytes > self._limit_bytes:
+            self.num_bytes -= len(batches.popleft().payload)
             self._num_dropped += 1
 
     @property
