@@ -67,6 +67,9 @@ class EventSource:
         self._buffer = LiveBuffer(options.buffer_batches, options.buffer_bytes)
         self._tied = False
         """The answer that comes in continues our state."""
+        self._is_loose = False
+        """It did so by its number alone, since a snapshot leaves no anchor. What it brought counts, and may
+        become an anchor, once a batch of it is equal to a live one."""
         self._hole_at: int | None = None
         """Where the last replay had a hole: two of them at one place make it a lasting one."""
         self._refresh_at_s: float | None = None
@@ -83,7 +86,8 @@ class EventSource:
     def state(self) -> SourceState:
         if self._silence.is_off:
             return SourceState.OFF
-        return SourceState.EXACT if self.is_complete and not self._behind else SourceState.PARTIAL
+        is_exact = self.is_complete and not self._behind and not self._is_loose
+        return SourceState.EXACT if is_exact else SourceState.PARTIAL
 
     @property
     def sequence(self) -> int | None:
@@ -370,6 +374,8 @@ class EventSource:
         elif self._told.anchor is not None and message.payload != self._told.anchor[1]:
             self._restart("the publisher is another one", now_s)
             return False
+        else:
+            self._is_loose = self._told.anchor is None and not self._proven
         self._tied = True
         return True
 
@@ -379,7 +385,7 @@ class EventSource:
         held = self._buffer.batches.get(sequence)
         if held is not None:
             if held[1] == message.payload:
-                self._proven = True
+                self._proven, self._is_loose = True, False
             elif not (is_heartbeat(held[1]) and is_heartbeat(message.payload)):
                 self._other_live(now_s)
                 return
@@ -395,6 +401,8 @@ class EventSource:
                 return
         self.counters.replayed_batches += 1
         self._apply(DeliveryKind.REPLAY, sequence, message.topic, message.payload, now_s)
+        if self._is_loose:
+            self._told.anchor = None
 
     def _unfillable(self, sequence: int, now_s: float) -> bool:
         """No replay has what is before `sequence`. True when the hole is accepted and the answer goes on."""
@@ -460,7 +468,7 @@ class EventSource:
         self._told.wholeness.is_whole = meta.complete
         self._proven = False
         self._behind = False
-        self._hole_at = None
+        self._hole_at, self._is_loose = None, False
         self._refresh_at_s = None
         self._say("snapshot", "taken" if meta.complete else "is not complete", sequence=meta.sequence)
         self._drain(now_s)
@@ -484,7 +492,7 @@ class EventSource:
             self._refresh_at_s = None
 
     def _void(self) -> None:
-        self._hole_at = None
+        self._hole_at, self._is_loose = None, False
         self._told.void()
 
     def _watch_silence(self, now_s: float) -> None:

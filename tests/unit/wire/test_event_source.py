@@ -202,6 +202,33 @@ def message(world: EventWorld, sequence: int, block_hash: int) -> PublishedBatch
     return PublishedBatch("t", sequence, payload)
 
 
+def test_a_snapshot_is_not_continued_by_another_publishers_replay() -> None:
+    """It has the same numbers, and nothing but heartbeats where live batches are held."""
+    world = make_world()
+    publish(world, 1, 2)
+    world.connect()
+    world.answer(100)
+    number = world.publisher.next_sequence
+    publish(world, 3, lost=True)
+    world.publish()
+    publish(world, 4)
+    world.arrive(1)
+    world.restart(notices=False)
+    while world.publisher.next_sequence < number:
+        publish(world, 5)
+    publish(world, 6)
+    world.publish()
+    for _ in range(5):
+        world.answer(100)  # checks that exact is the truth
+        assert world.source.state is SourceState.PARTIAL
+        world.pass_time(1)
+    assert (REPLAY, number) in kinds(world)
+    world.disconnect()
+    world.settle()
+    assert world.is_settled()
+    assert world.copies() == world.publisher.truth
+
+
 def test_numbers_that_go_down_on_one_connection_may_be_two_publishers() -> None:
     """As on a socket that both connect to: the old one's last batch comes after the new one's first, and has
     the number that is next."""
