@@ -87,6 +87,10 @@ def serve(
         typer.Option(help="JSON: kv_connector, kv_role, kv_load_failure_policy; {} or null = no store."),
     ] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    lora_modules: Annotated[
+        str, typer.Option(help="LoRA adapters in PEFT's format: NAME=PATH,NAME=PATH, or JSON.")
+    ] = "",
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Of any adapter.")] = 16,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     trace_dir: Annotated[
         Path | None, typer.Option(help="Trace every request; spans go to this folder (`reprise trace`).")
@@ -111,6 +115,8 @@ def serve(
         num_blocks=num_gpu_blocks_override,
         max_model_len=max_model_len,
         dtype=dtype,
+        lora_modules=lora_modules,
+        max_lora_rank=max_lora_rank,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=long_prefill_token_threshold,

@@ -34,11 +34,16 @@ EventExtraKeys = tuple[EventExtraKey, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """`int_id` is local to an engine and is not hashed; `path` is."""
+    """`int_id` is local to an engine and is not hashed; `path` is.
+
+    `digest` names the content, in hexadecimal digits; it is not hashed either, and tells apart what is
+    outside of an engine. Empty = not known.
+    """
 
     name: str
     int_id: int
     path: str
+    digest: str = ""
 
     def __post_init__(self) -> None:
         _check_text("lora.name", self.name)

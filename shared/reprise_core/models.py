@@ -2,6 +2,8 @@
 
 import msgspec
 
+from reprise_core.extra_keys import LoraAdapter
+
 
 class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one block table."""
@@ -25,6 +27,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     """32 hexadecimal digits."""
+    adapters: tuple[LoraAdapter, ...] = ()
+    """Served beside the model, with their content digests; the one at index i has the id i + 1."""
 
 
 class WorkerCapacity(msgspec.Struct, frozen=True, kw_only=True):

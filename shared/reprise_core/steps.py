@@ -72,6 +72,8 @@ class AddedRequest(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[bytes, ...]
     """Per group, the whole block table; block 0 is the null block."""
     sampling: WorkerSampling
+    adapter_id: int = 0
+    """Of `ModelInfo.adapters`; 0 = none, here and below."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +98,7 @@ class BlockLoad(msgspec.Struct, frozen=True, array_like=True):
     block_hashes: tuple[BlockHash, ...]
     generation: int
     """As the look-up answered it; the store refuses another one."""
+    adapter_id: int = 0
 
 
 class BlockSave(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +108,7 @@ class BlockSave(msgspec.Struct, frozen=True, array_like=True):
     block_id: int
     block_hash: BlockHash
     generation: int
+    adapter_id: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

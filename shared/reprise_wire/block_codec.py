@@ -14,7 +14,7 @@ little-endian:
    16  u16 elements of a value per head    /
    18  u16 0
    20  u32 tokens
-   24 16s  model fingerprint
+   24 16s  model fingerprint; of an adapter's block a digest of that and of the adapter's content
    40  u64 payload length in bytes, before any codec
    48  u64 0
    56  u64 XXH3-64 of the block hash, the first 56 header bytes (with codec 0) and the payload

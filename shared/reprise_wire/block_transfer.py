@@ -1,4 +1,4 @@
-"""Worker <-> store: block bytes, announced over ZMQ.
+"""Worker <-> store: block bytes, and the messages about them.
 
 The store binds a ROUTER, workers connect DEALERs. Frame 0 is a msgpack `TransferHeader`; the
 frames that follow are raw block values (`block_codec`), sent without copies.
@@ -14,7 +14,8 @@ Between machines the values are frames, one per key, empty where there is none. 
 in shared memory and the header says where (`places`): a SAVE names places in the worker's memory, which
 the worker leaves alone until the answer; a LOADED names places in the store's, which the store leaves
 alone until the RELEASE, for as long as its lease lasts at most. So a reader checks what it has copied
-(`block_codec`), never what it is about to copy. `shared_memory` is how the two come to share it.
+(`block_codec`), never what it is about to copy. `shared_memory` is how the two come to share it; from then
+on messages without values go over that connection, as frame 0 alone, and those with values over ZMQ.
 
 A key is what follows the keyspace: rank, group and block hash. A SAVE or LOAD names the generation
 it began with; the store answers REFUSED when that has changed.
@@ -22,13 +23,14 @@ it began with; the store answers REFUSED when that has changed.
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 
 from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
 
-TRANSFER_VERSION = 2
+TRANSFER_VERSION = 3
 
 
 class TransferKind(StrEnum):
@@ -133,6 +135,13 @@ def redis_keys(keyspace: Keyspace, generation: int, keys: Sequence[BlockKey]) ->
 
 def parse_redis_key(name: str) -> tuple[Keyspace, int, BlockKey]:
     """The inverse of `redis_key` (whose parts hold no colon). Raises ValueError for another form."""
-    namespace, generation, fingerprint, *adapter, tp_size, rank, group_id, digest = name.split(":")
-    keyspace = Keyspace(namespace, fingerprint, ":".join(adapter), int(tp_size))
-    return keyspace, int(generation), BlockKey(int(rank), int(group_id), BlockHash(bytes.fromhex(digest)))
+    prefix, rank, group_id, digest = name.rsplit(":", 3)
+    keyspace, generation = _parse_prefix(prefix)
+    return keyspace, generation, BlockKey(int(rank), int(group_id), BlockHash(bytes.fromhex(digest)))
+
+
+@lru_cache(maxsize=256)
+def _parse_prefix(prefix: str) -> tuple[Keyspace, int]:
+    """Of all the keys of a transfer it is the same."""
+    namespace, generation, fingerprint, *adapter, tp_size = prefix.split(":")
+    return Keyspace(namespace, fingerprint, ":".join(adapter), int(tp_size)), int(generation)

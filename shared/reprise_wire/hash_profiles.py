@@ -70,11 +70,11 @@ def profile_to_proto(profile: HashProfile) -> pb.HashProfile:
 
 
 def lora_from_proto(message: pb.LoraAdapter) -> LoraAdapter:
-    return LoraAdapter(name=message.name, int_id=message.int_id, path=message.path)
+    return LoraAdapter(name=message.name, int_id=message.int_id, path=message.path, digest=message.digest)
 
 
 def lora_to_proto(lora: LoraAdapter) -> pb.LoraAdapter:
-    return pb.LoraAdapter(name=lora.name, int_id=lora.int_id, path=lora.path)
+    return pb.LoraAdapter(name=lora.name, int_id=lora.int_id, path=lora.path, digest=lora.digest)
 
 
 def hashes_to_proto(hashes: ProfileHashes) -> pb.ProfileHashes:

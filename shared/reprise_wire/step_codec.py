@@ -20,7 +20,7 @@ from reprise_core.errors import DataLoss
 from reprise_core.models import ModelInfo, WorkerCapacity
 from reprise_core.steps import StepPlan, StepResult, TransferReport
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SESSION_ID_NBYTES = 16
 
 Frame = bytes | memoryview

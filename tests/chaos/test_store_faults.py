@@ -6,6 +6,7 @@ fault is counted under its reason, and afterwards blocks are saved and found aga
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Fault:
     when_loading: tuple[str, dict[str, str]] | None
     """The metric that counts it, of the worker or the store, with its labels; None: loads do not mind."""
     when_saving: tuple[str, dict[str, str]]
+    dropped_as: str = ""
+    """What becomes of saves that meet it; empty = nothing, they wait until it is over."""
 
 
 async def kill(world: World) -> None:
@@ -121,19 +124,20 @@ def drop_half(value: bytes, number: int) -> bytes | None:
 
 
 DOWN = ("redis_failures_total", {"kind": "down"})
-UNAVAILABLE = ("saves_dropped_total", {"reason": "unavailable"})
 
 
 def failed(reason: str) -> tuple[str, dict[str, str]]:
     return "loads_failed_total", {"reason": reason}
 
 
+NO_ROOM = ("saves_dropped_total", {"reason": "no_room"})
+# A server that was killed comes back empty, so nobody knows what was reset meanwhile.
 OUTAGES = {
-    "killed": Fault(kill, start, failed("missing"), UNAVAILABLE),
-    "paused": Fault(pause, resume, failed("missing"), UNAVAILABLE),
-    "full": Fault(fill_up, make_room, None, ("saves_dropped_total", {"reason": "no_room"})),
-    "password changed": Fault(change_password, change_it_back, failed("missing"), UNAVAILABLE),
-    "two seconds away": Fault(delay, stop_delaying, failed("missing"), UNAVAILABLE),
+    "killed": Fault(kill, start, failed("missing"), DOWN, "stale"),
+    "paused": Fault(pause, resume, failed("missing"), DOWN),
+    "full": Fault(fill_up, make_room, None, NO_ROOM, "no_room"),
+    "password changed": Fault(change_password, change_it_back, failed("missing"), DOWN, "stale"),
+    "two seconds away": Fault(delay, stop_delaying, failed("missing"), DOWN),
     "connections reset": Fault(break_connections, nothing, DOWN, DOWN),
 }
 DAMAGE = {
@@ -221,6 +225,8 @@ async def test_redis_is_lost_while_blocks_are_saved(shared: World, name: str) ->
     fault = OUTAGES[name]
     prompts = prompts_of(shared.rng)
     right = shared.model.right(prompts)
+    await shared.settled()
+    sums = Saves(shared)
     before, saved = count_of(shared, fault.when_saving), shared.engine.worker_metric("saves_total")
     shared.proxy.delay_s = 0.05
     names = shared.engine.submit(prompts, 6)
@@ -228,19 +234,47 @@ async def test_redis_is_lost_while_blocks_are_saved(shared: World, name: str) ->
     await fault.begin(shared)
     answers = await shared.engine.answers(names)
     assert [answer.token_ids for answer in answers] == right
-    await shared.settled()
+    await shared.handed_over()
     if count_of(shared, fault.when_saving) == before:  # it was too late for these
         more = prompts_of(shared.rng)
         await shared.ask(more, shared.model.right(more))
-        await shared.settled()
-    assert count_of(shared, fault.when_saving) > before
+        await until(lambda: count_of(shared, fault.when_saving) > before)
     shared.check_ready()
     shared.proxy.delay_s = 0.0
     await fault.end(shared)
     await until(lambda: shared.store.app.store.stats().redis_connected, 30)
+    await shared.settled()
+    sums.check(fault.dropped_as)
     await shared.engine.forget()
     await shared.ask(prompts, right)  # whatever part of them was saved
     await recovered(shared, name)
+
+
+class Saves:
+    """What became of the blocks that are saved from here on."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._before = self._sums()
+
+    def _sums(self) -> Counter[str]:
+        store = self._world.store
+        reasons = ("queue_full", "expired", "unavailable", "no_room", "stale")
+        sums = Counter(
+            {reason: int(store.metric("saves_dropped_total", reason=reason)) for reason in reasons}
+        )
+        sums["written"] = int(self._world.written)
+        sums["offered"] = store.app.store.stats().saves
+        return sums
+
+    def check(self, dropped_as: str) -> None:
+        """Every block is accounted for, and dropped only for this reason."""
+        sums = self._sums()
+        sums.subtract(self._before)
+        offered, written = sums.pop("offered"), sums.pop("written")
+        print(f"of {offered} blocks {written} were written, dropped {+sums}")
+        assert set(+sums) <= {dropped_as}
+        assert offered == written + sums.total()
 
 
 @pytest.mark.parametrize("name", DAMAGE)

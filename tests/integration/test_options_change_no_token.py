@@ -84,8 +84,10 @@ async def test_loads_that_fail_change_no_token(model: Model) -> None:
         external = engine.harness.app._external
         lookup = external.lookup
 
-        async def promise(fingerprint: str, num_groups: int, hashes: list) -> tuple[tuple[str, ...], int]:
-            _, generation = await lookup(fingerprint, num_groups, hashes)
+        async def promise(
+            fingerprint: str, num_groups: int, hashes: list, adapter: str
+        ) -> tuple[tuple[str, ...], int]:
+            _, generation = await lookup(fingerprint, num_groups, hashes, adapter)
             return ("host",) * len(hashes), generation
 
         external.lookup = promise

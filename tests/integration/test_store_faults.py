@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from reprise_core.errors import ErrorKind
-from reprise_wire.block_transfer import TransferKind
+from reprise_core.ids import BlockHash
+from reprise_wire.block_transfer import TransferKind, redis_key
 from reprise_wire.error_codec import PeerError
 from reprise_wire.store_codec import StoreTier
 from support.store_harness import KEYSPACE, RunningStore, block_hash, block_hashes, keys_of, running_store
+from support.tcp_proxy import TcpProxy
 from support.valkey_server import ValkeyProcess
 from support.waiting import until
 
@@ -37,6 +39,14 @@ async def save_and_load(store: RunningStore, start: int, num_blocks: int = 4) ->
     assert values == [b"v" * 1000] * num_blocks
 
 
+def saves(store: RunningStore) -> tuple[float, float]:
+    """Blocks written to Redis, and dropped on the way."""
+    written, dropped = (
+        store.metric("saves_total", tier="external", outcome=how) for how in ("written", "dropped")
+    )
+    return written, dropped
+
+
 async def test_redis_may_come_later(server: ValkeyProcess) -> None:
     async with running_store(redis_url=server.url) as store:
         assert store.app.readiness.ready
@@ -51,7 +61,7 @@ async def test_redis_may_come_later(server: ValkeyProcess) -> None:
         assert await store.client.lookup(KEYSPACE, [0], block_hashes(4)) == before
         await save_and_load(store, 10)
         await store.settled()
-        assert store.metric("saves_total", tier="external", outcome="written") >= 4
+        assert saves(store) == (8, 0)
         assert await store.client.reset(KEYSPACE) == before.generation + 1
 
 
@@ -83,6 +93,77 @@ async def test_killed_and_started_again_in_the_middle(server: ValkeyProcess) -> 
         await save_and_load(store, 40)
         await store.settled()
         assert store.metric("saves_total", tier="external", outcome="written") == written + 4
+
+
+@pytest.mark.parametrize("how", ["killed", "hanging"])
+async def test_what_is_saved_while_redis_is_away_is_there_afterwards(tmp_path: Path, how: str) -> None:
+    """Of a flood of saves all that fitted into the queue, while memory stays within its limit."""
+    server = ValkeyProcess(tmp_path, "--appendonly", "yes").start()
+    num_bytes, limit_blocks = 20_000, 60
+    try:
+        async with running_store(
+            redis_url=server.url,
+            redis_timeout_s=TIMEOUT_S,
+            capacity_bytes=0,
+            save_queue_bytes=limit_blocks * num_bytes,
+            redis_chunk_bytes=10 * num_bytes,
+        ) as store:
+            generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
+            kept: list[BlockHash] = []
+            for number in range(200):
+                if number == 20:
+                    server.kill() if how == "killed" else server.pause()
+                (block,) = block_hashes(1, number)
+                answer = await store.peer.save(generation, keys_of([block]), [bytes([number]) * num_bytes])
+                kept += [block] * answer.accepted[0]
+                assert store.metric("save_queue_bytes") <= limit_blocks * num_bytes
+            assert store.metric("saves_dropped_total", reason="queue_full") == 200 - len(kept) > 0
+            assert len(kept) >= limit_blocks
+            await store.until_redis_is(up=False)
+            server.start() if how == "killed" else server.resume()
+            await store.settled()
+            assert saves(store) == (len(kept), 200 - len(kept))
+            assert store.metric("save_retries_total") > 0
+            for block in kept:
+                (key,) = keys_of([block])
+                value = server.command("GET", redis_key(KEYSPACE, generation, key))
+                assert value == block[-1:] * num_bytes
+    finally:
+        server.kill()
+
+
+async def test_what_was_reset_while_redis_was_away_is_not_written(tmp_path: Path) -> None:
+    server = ValkeyProcess(tmp_path).start()
+    try:
+        async with (
+            running_store(redis_url=server.url, redis_timeout_s=TIMEOUT_S, capacity_bytes=0) as store,
+            TcpProxy(server.port) as proxy,
+            running_store(
+                redis_url=f"redis://127.0.0.1:{proxy.port}/0", redis_timeout_s=TIMEOUT_S
+            ) as cut_off,
+        ):
+            generation = (await cut_off.client.lookup(KEYSPACE, [0], [])).generation
+            proxy.hold()
+            await save_and_load(cut_off, 0)
+            assert await store.client.reset(KEYSPACE) == generation + 1
+            proxy.let_go()
+            await cut_off.settled()
+            assert saves(cut_off) == (0, 4)
+            assert cut_off.metric("saves_dropped_total", reason="stale") == 4
+            assert server.command("DBSIZE") == 1  # the generation
+    finally:
+        server.kill()
+
+
+async def test_what_waits_too_long_is_dropped(server: ValkeyProcess) -> None:
+    async with running_store(redis_url=server.url, save_queue_age_s=0.3) as store:
+        await save_and_load(store, 0)
+        await store.settled()
+        assert store.metric("saves_dropped_total", reason="expired") == 4
+        server.start()
+        await save_and_load(store, 10)
+        await store.settled()
+        assert saves(store) == (4, 4)
 
 
 async def test_a_server_that_hangs_costs_one_timeout_and_then_nothing(server: ValkeyProcess) -> None:
@@ -153,18 +234,30 @@ async def test_a_full_redis_takes_no_saves_and_still_serves(tmp_path: Path) -> N
             generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
             for number in range(60):
                 await store.peer.save(generation, keys_of([block_hash(number)]), [b"x" * 100_000])
-            await store.settled()
-            assert store.metric("saves_dropped_total", reason="no_room") > 0
+            await until(lambda: store.metric("saves_dropped_total", reason="no_room") > 0, 30)
             assert store.metric("breaker_state", breaker="writes") > 0
             # Reads are not the worse for it.
             assert store.metric("breaker_state", breaker="calls") == 0
             assert (await store.client.lookup(KEYSPACE, [0], [block_hash(0)])).tiers == (EXTERNAL,)
             assert (await store.client.lookup(KEYSPACE, [0], [block_hash(59)])).tiers == (HOST,)
+            # It is away for a moment, and still full: what waits shows that again and again, one by one.
+            server.pause()
+            for number in range(60, 120):
+                await store.peer.save(generation, keys_of([block_hash(number)]), [b"x" * 100_000])
+            assert (await store.client.lookup(KEYSPACE, [0], [block_hash(0)])).tiers == ()
+            server.resume()
+            await store.until_redis_is(up=True)
+            refused = store.metric("saves_dropped_total", reason="no_room")
+            await until(lambda: store.metric("saves_dropped_total", reason="no_room") > refused + 1, 30)
+            assert store.metric("breaker_state", breaker="calls") == 0
+            assert (await store.client.lookup(KEYSPACE, [0], [block_hash(0)])).tiers == (EXTERNAL,)
             # Room again: writing goes on by itself.
             server.command("CONFIG", "SET", "maxmemory", "100mb")
-            await asyncio.sleep(0.3)
-            await store.peer.save(generation, keys_of([block_hash(100)]), [b"x" * 100_000])
-            await until(lambda: store.metric("breaker_state", breaker="writes") == 0)
+            await store.settled()
+            assert store.metric("breaker_state", breaker="writes") == 0
+            written, dropped = saves(store)
+            assert written + dropped == 120
+            assert dropped == store.metric("saves_dropped_total", reason="no_room")
     finally:
         server.kill()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reprise_core.steps import LoadReport, pack_ids
-from reprise_runtime.shared_memory import join, make_memory
+from reprise_runtime.shared_memory import MAX_MESSAGE_NBYTES, Memory, join, make_memory
 from reprise_wire.block_transfer import (
     TRANSFER_VERSION,
     Place,
@@ -164,7 +164,14 @@ async def test_strangers_at_the_memory_socket_get_nothing(tmp_path: Path) -> Non
         offer = store.app._memory_peers.offer(b"peer")
         with pytest.raises(OSError, match="does not share"):
             await asyncio.to_thread(join, address, offer.token, pretended, timeout_s=5)
+        unsealed = Memory(os.memfd_create("unsealed"), KIB)
+        os.ftruncate(unsealed.fd, KIB)
+        offer = store.app._memory_peers.offer(b"another")
+        with pytest.raises(OSError, match="does not share"):
+            await asyncio.to_thread(join, address, offer.token, unsealed, timeout_s=5)
         assert store.metric("memory_peers") == 1
+        with pytest.raises(PermissionError):
+            os.ftruncate(pretended.fd, 0)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -231,6 +238,76 @@ async def test_a_store_that_is_restarted_shares_anew() -> None:
                 assert report == LoadReport(1, 0)
                 assert torch.equal(worker.content(20), worker.content(0))
             await shared_with(worker, shared=False)
+
+
+async def test_a_connection_that_breaks_is_made_again() -> None:
+    """The store and the way over ZMQ stay."""
+    async with running_store() as store:
+        generation = await generation_of(store)
+        hashes = block_hashes(4)
+        with linked_worker(store.app.blocks_endpoint, KEYSPACE) as worker:
+            for number in range(3):
+                await until(lambda: store.metric("memory_peers") == 1)
+                await shared_with(worker)
+                saved = worker.metric("saves_total")
+                worker.save(range(4), hashes, generation)
+                await until(lambda saved=saved: worker.metric("saves_total") == saved + 4)  # type: ignore[misc]
+                report = await asyncio.to_thread(worker.load, range(20, 24), hashes, generation)
+                assert report == LoadReport(1, 0)
+                (peer,) = store.app._memory_peers._peers.values()
+                peer._ended.set_exception(OSError(f"cut for the {number + 1}. time"))
+                await until(lambda peer=peer: peer not in store.app._memory_peers._peers.values())  # type: ignore[misc]
+            await until(lambda: store.metric("memory_leases") == 0)
+
+
+async def test_messages_without_values_come_and_go_over_the_connection() -> None:
+    async with running_store(capacity_bytes=1 << 20) as store:
+        await store.peer.share_memory()
+        generation = await generation_of(store)
+        await store.peer.save(generation, keys_of(block_hashes(1)), [b"v" * 9000])
+        await store.peer.load(generation, keys_of(block_hashes(1)))
+        assert not await store.peer.socket.poll(0)
+        store.app._blocks._reader.stop()  # nobody reads ZMQ
+        _, values = await store.peer.load(generation, keys_of(block_hashes(2)))
+        assert values == [b"v" * 9000, b""]
+        assert (await store.peer.save(generation, keys_of(block_hashes(1)), [b"w" * 9000])).accepted == (
+            True,
+        )
+
+
+async def test_what_is_no_message_on_the_connection_ends_nothing() -> None:
+    async with running_store() as store:
+        await store.peer.share_memory()
+        assert store.peer.connection is not None
+        store.peer.connection.send(b"GET / HTTP/1.1")
+        await until(lambda: store.metric("malformed_total") == 1)
+        store.peer.connection.send(b"x" * (MAX_MESSAGE_NBYTES + 1))
+        await until(lambda: store.metric("memory_peers") == 0)
+        with pytest.raises(OSError, match="gone"):
+            store.peer.connection.receive()
+        store.peer.leave()
+        store.peer.own = store.peer.theirs = None
+        await save_and_load(store)
+
+
+async def test_a_worker_that_does_not_read_its_answers_loses_them() -> None:
+    async with running_store() as store:
+        await store.peer.share_memory()
+        assert store.peer.connection is not None
+        generation = await generation_of(store)
+        header = TransferHeader(
+            TRANSFER_VERSION, TransferKind.LOAD, 1, KEYSPACE, generation, keys_of(block_hashes(500))
+        )
+        message = encode_transfer(header)
+
+        async with asyncio.timeout(30):
+            while not store.metric("replies_dropped_total"):
+                store.peer.connection.send(message)
+                await asyncio.sleep(0)
+            await until(lambda: not store.metric("loads_waiting"))
+        while store.peer.connection.receive() is not None:
+            await asyncio.sleep(0.01)
+        await store.peer.save(generation, keys_of(block_hashes(1)), [b"v" * 9000])
 
 
 async def test_a_store_without_memory_falls_back_to_messages() -> None:

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import trustme
+import zmq
+import zmq.asyncio
 from redis.crc import key_slot
 
 from reprise_store.adapters.redis_backend import generation_key
 from reprise_store.keys import scope_of
-from reprise_wire.block_transfer import redis_key
+from reprise_wire.block_transfer import BlockKey, redis_key
 from reprise_wire.store_codec import StoreTier
 from support.redis_sites import RedisSite, cluster_site, make_tls_files, skip_without_tls, wait_for
-from support.store_harness import KEYSPACE, RunningStore, block_hashes, keys_of, running_store
+from support.store_harness import KEYSPACE, Peer, RunningStore, block_hashes, keys_of, running_store
 from support.valkey_server import ValkeyProcess
+from support.waiting import until
 
 NUM_BLOCKS = 40
 HASHES = block_hashes(NUM_BLOCKS)
@@ -43,13 +46,18 @@ def generation_server(site: RedisSite) -> ValkeyProcess:
     return server_of(site, generation_key(scope_of(KEYSPACE)))
 
 
-async def save(store: RunningStore, num_blocks: int = NUM_BLOCKS) -> int:
+async def save(store: RunningStore, num_blocks: int = NUM_BLOCKS, *, settle: bool = True) -> int:
     """The generation of the saved blocks; block i is a value of i + 1000 bytes."""
     generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
     values = [bytes([i]) * (i + 1000) for i in range(num_blocks)]
     await store.peer.save(generation, keys_of(HASHES[:num_blocks]), values)
-    await store.settled()
+    if settle:
+        await store.settled()
     return generation
+
+
+def num_written(store: RunningStore) -> float:
+    return store.metric("saves_total", tier="external", outcome="written")
 
 
 async def load(store: RunningStore, generation: int) -> list[int]:
@@ -100,14 +108,15 @@ async def test_a_node_away_costs_its_own_keys_and_no_time(site: RedisSite) -> No
         assert stats.redis_connected
         assert store.metric("breaker_state", breaker="calls") == 0
         assert await store.client.reset(KEYSPACE) == generation + 1
-        after = await save(store)
-        assert store.metric("saves_dropped_total", reason="unavailable") == NUM_BLOCKS - len(
-            living_on(site, after, others)
-        )
+        after = await save(store, settle=False)
+        num_served = len(living_on(site, after, others))
+        await until(lambda: num_written(store) == NUM_BLOCKS + num_served, 30)
         assert store.metric("breaker_state", breaker="writes") == 0
+        assert store.metric("save_queue_blocks") == NUM_BLOCKS - num_served
+        # What is the node's waits for it.
         victim.resume()
-        await asyncio.sleep(0.5)
-        await save(store)
+        await store.settled()
+        assert store.metric("saves_total", tier="external", outcome="dropped") == 0
         assert await load(store, after) == list(range(NUM_BLOCKS))
 
 
@@ -123,6 +132,8 @@ async def test_a_full_node_takes_nothing_and_the_others_do(site: RedisSite) -> N
             await save(store)
         assert await load(store, generation) == living_on(site, generation, others)
         assert store.metric("breaker_state", breaker="writes") == 0
+        assert store.metric("saves_dropped_total", reason="no_room") > 0
+        assert store.metric("save_retries_total") == 0, "it refuses them for their own sake"
 
 
 async def test_a_cluster_with_tls(tmp_path: Path) -> None:
@@ -200,3 +211,90 @@ async def test_slots_of_the_generation_move(site: RedisSite) -> None:
             server.command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
         assert await store.client.reset(KEYSPACE) == generation + 2
         assert (await store.client.lookup(KEYSPACE, [0], HASHES)).generation == generation + 2
+
+
+@pytest.mark.parametrize("how", ["killed", "hanging"])
+async def test_a_replica_takes_over_while_blocks_are_loaded_and_saved(tmp_path: Path, how: str) -> None:
+    """The node that has the generation, which is the worst to lose."""
+    with cluster_site(tmp_path, with_replicas=True) as site:
+        async with store_on(site) as store:
+            generation = await save(store)
+            victim = generation_server(site)
+            replica = site.replicas[site.servers.index(victim)]
+            on_others = living_on(
+                site, generation, [server for server in site.servers if server is not victim]
+            )
+            assert 0 < len(on_others) < NUM_BLOCKS
+            for server in site.servers:
+                assert server.command("WAIT", 1, 10_000) == 1
+            saver = Saver(store, generation)
+            saving = asyncio.ensure_future(saver.run())
+            loop = asyncio.get_running_loop()
+            await until(lambda: saver.num_saved > 50)
+            victim.kill() if how == "killed" else victim.pause()
+            lost_s, saver.first_after = loop.time(), saver.num_saved
+            promoted_s = loaded_s = 0.0
+            async with asyncio.timeout(60):
+                while not loaded_s:
+                    loaded = await load(store, generation)
+                    assert not saving.done(), saving
+                    if not promoted_s and replica.command("ROLE")[0] == b"master":
+                        promoted_s = loop.time()
+                    loaded_s = loop.time() if len(loaded) == NUM_BLOCKS else 0.0
+                    await asyncio.sleep(0.02)
+            await until(lambda: saver.num_saved > saver.first_after + 50)
+            saver.goes_on = False
+            await saving
+            await store.settled()
+            print(
+                f"fail-over, {how}: {(promoted_s or loaded_s) - lost_s:.2f} s until the promotion was seen, "
+                f"{loaded_s - lost_s:.2f} s until every block was loaded again, "
+                f"{loop.time() - lost_s:.2f} s until all {saver.num_saved} saved ones were written, "
+                f"{store.metric('save_retries_total'):.0f} tries again"
+            )
+            # Nothing of what was saved meanwhile is lost: it waited for the replica.
+            assert store.metric("saves_total", tier="external", outcome="dropped") == 0
+            assert num_written(store) == NUM_BLOCKS + saver.num_saved
+            assert store.metric("save_retries_total") > 0
+            await saver.check_all_is_there()
+            assert (await store.client.stats()).redis_connected
+            assert await store.client.reset(KEYSPACE) == generation + 1
+            after = await save(store)
+            # The lost one comes back as a replica.
+            victim.start() if how == "killed" else victim.resume()
+            await until(lambda: victim.command("ROLE")[0] == b"slave")
+            assert await load(store, after) == list(range(NUM_BLOCKS))
+
+
+class Saver:
+    """One new block after the other, over all nodes."""
+
+    def __init__(self, store: RunningStore, generation: int) -> None:
+        self._store = store
+        self._generation = generation
+        self.goes_on = True
+        self.num_saved = 0
+        self.first_after = 0
+        """The first that was saved after the node was lost; what it had taken just before is lost with it."""
+
+    def block(self, number: int) -> tuple[BlockKey, bytes]:
+        (key,) = keys_of(block_hashes(1, 1000 + number))
+        return key, number.to_bytes(4, "big") * 500
+
+    async def run(self) -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(self._store.app.blocks_endpoint)
+            peer = Peer(dealer)
+            while self.goes_on:
+                key, value = self.block(self.num_saved)
+                assert (await peer.save(self._generation, [key], [value])).accepted == (True,)
+                self.num_saved += 1
+                await asyncio.sleep(0.01)
+
+    async def check_all_is_there(self) -> None:
+        blocks = [self.block(number) for number in range(self.first_after, self.num_saved)]
+        for start in range(0, len(blocks), 100):
+            part = blocks[start : start + 100]
+            _, values = await self._store.peer.load(self._generation, [key for key, _ in part])
+            assert values == [value for _, value in part]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
 from reprise_scheduler.sched.scheduler import Scheduler
 from reprise_worker.app import WorkerApp
@@ -39,11 +40,20 @@ class RealEngine:
         assert scheduler is not None
         return scheduler
 
-    def submit(self, prompts: Sequence[list[int]], max_tokens: int, *, salt: str = "") -> list[str]:
+    def submit(
+        self, prompts: Sequence[list[int]], max_tokens: int, *, salt: str = "", adapter: str = ""
+    ) -> list[str]:
+        """`adapter`: its name."""
         names = [f"r{next(self._names)}" for _ in prompts]
+        more = {"lora": self.adapter(adapter)} if adapter else {}
         for name, prompt in zip(names, prompts, strict=True):
-            self.gateway.submit(name, prompt, max_tokens=max_tokens, salt=salt)
+            self.gateway.submit(name, prompt, max_tokens=max_tokens, salt=salt, **more)
         return names
+
+    def adapter(self, name: str) -> common_pb2.LoraAdapter:
+        """As the engine tells it."""
+        assert self.harness.info is not None
+        return next(adapter for adapter in self.harness.info.adapters if adapter.name == name)
 
     async def answers(self, names: Sequence[str]) -> list[Received]:
         await self.gateway.ended(*names, timeout_s=ANSWER_TIMEOUT_S)
@@ -53,8 +63,10 @@ class RealEngine:
             assert not answer.finished.error.kind, answer.finished
         return answers
 
-    async def ask(self, prompts: Sequence[list[int]], max_tokens: int, *, salt: str = "") -> list[Received]:
-        return await self.answers(self.submit(prompts, max_tokens, salt=salt))
+    async def ask(
+        self, prompts: Sequence[list[int]], max_tokens: int, *, salt: str = "", adapter: str = ""
+    ) -> list[Received]:
+        return await self.answers(self.submit(prompts, max_tokens, salt=salt, adapter=adapter))
 
     async def reset(self, *, external: bool = False, running: bool = False) -> pb.ResetPrefixCacheResponse:
         request = pb.ResetPrefixCacheRequest(reset_external=external, reset_running_requests=running)

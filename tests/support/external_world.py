@@ -110,10 +110,12 @@ class World:
 
     async def settled(self) -> None:
         """Everything the engine had to save has reached Redis, or was dropped."""
-        worker = self.engine.worker
-        assert worker is not None
-        queue = self.store.app._write_behind
-        assert queue is not None
+        await self.handed_over()
+        await self.store.settled()
+
+    async def handed_over(self) -> None:
+        """Everything the engine had to save is the store's business now."""
+        assert self.engine.worker is not None
 
         def done() -> bool:
             connector = self.engine.scheduler.connector
@@ -121,7 +123,6 @@ class World:
             return not waiting and not self.engine.worker_metric("staging_blocks_used")
 
         await until(done, 30)
-        await asyncio.wait_for(queue._idle.wait(), 30)
 
     async def ask(self, prompts: Sequence[list[int]], right: Sequence[list[int]]) -> list[Received]:
         answers = await self.engine.ask(prompts, NUM_TOKENS)

@@ -99,6 +99,7 @@ class FakeEngine(EngineServicer):
             f'vllm:num_requests_running{{engine="{engine_id}"}} 0.0\n'
         )
         self.pins: list[pb.Pin] = []
+        self.adapters: list[common_pb2.LoraAdapter] = []
         self.submits: list[pb.Submit] = []
         self.aborts: list[str] = []
         self.finishes: list[pb.Finish] = []
@@ -162,6 +163,7 @@ class FakeEngine(EngineServicer):
             eos_token_ids=self.eos_token_ids,
             enable_prefix_caching=True,
             version="0.1.0",
+            adapters=self.adapters,
         )
 
     async def ResetPrefixCache(

@@ -111,26 +111,42 @@ def make_tls_files(folder: Path, authority: trustme.CA, name: str, identity: str
 
 
 @contextmanager
-def cluster_site(folder: Path, num_nodes: int = 3, tls: TlsFiles | None = None) -> Iterator[RedisSite]:
-    """Primaries alone; what lives on a node that is away is away."""
+def cluster_site(
+    folder: Path, num_nodes: int = 3, tls: TlsFiles | None = None, *, with_replicas: bool = False
+) -> Iterator[RedisSite]:
+    """Primaries alone: what lives on a node that is away is away; or each with a replica that takes over."""
     with ExitStack() as stack:
-        servers, bus_ports = [], [free_port() for _ in range(num_nodes)]
+        servers, bus_ports = [], [free_port() for _ in range(2 * num_nodes if with_replicas else num_nodes)]
         for number, bus_port in enumerate(bus_ports):
             (folder / str(number)).mkdir()
             options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
             options += ["--cluster-port", str(bus_port), "--cluster-node-timeout", "2000"]
+            options += ["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]
             options += ["--tls-cluster", "yes"] if tls else []
             server = ValkeyProcess(folder / str(number), *options, tls=tls).start()
             stack.callback(server.kill)
             servers.append(server)
+        servers, replicas = servers[:num_nodes], servers[num_nodes:]
         for number, server in enumerate(servers):
             first, last = number * 16384 // num_nodes, (number + 1) * 16384 // num_nodes - 1
             server.command("CLUSTER", "ADDSLOTSRANGE", first, last)
             server.command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            servers[0].command("CLUSTER", "MEET", "127.0.0.1", server.port, bus_ports[number])
-        wait_for(lambda: all(_sees_all_slots(server) for server in servers))
+        for server, bus_port in zip([*servers, *replicas], bus_ports, strict=True):
+            servers[0].command("CLUSTER", "MEET", "127.0.0.1", server.port, bus_port)
+        wait_for(lambda: all(_sees_all_slots(server) for server in [*servers, *replicas]))
+        for server, replica in zip(servers, replicas, strict=False):
+            replica.command("CLUSTER", "REPLICATE", server.command("CLUSTER", "MYID"))
+        wait_for(lambda: all(_is_in_sync(replica) for replica in replicas))
         scheme = "rediss-cluster" if tls else "redis-cluster"
-        yield RedisSite(f"{scheme}://127.0.0.1:1,127.0.0.1:{servers[-1].port}", servers)
+        yield RedisSite(f"{scheme}://127.0.0.1:1,127.0.0.1:{servers[-1].port}", servers, replicas)
+
+
+def _is_in_sync(replica: ValkeyProcess) -> bool:
+    """And everybody knows it, for otherwise it gets no votes."""
+    name = replica.command("CLUSTER", "MYID")
+    nodes = bytes(replica.command("CLUSTER", "NODES")).splitlines()
+    known = any(line.startswith(name) and b"slave" in line for line in nodes)
+    return known and replica.command("INFO", "replication")["master_link_status"] == "up"
 
 
 def _sees_all_slots(server: ValkeyProcess) -> bool:

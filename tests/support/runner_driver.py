@@ -3,8 +3,6 @@
 import random
 from collections.abc import Sequence
 
-import torch
-
 from reprise_core.ids import BlockHash, GroupId
 from reprise_core.steps import (
     AddedRequest,
@@ -51,7 +49,7 @@ class Driver:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=model.dtype,
-            device=torch.device("cpu"),
+            device=model.device,
         )
         self.mover = NoMover()
         self.runner = Runner(model, self.kv, TorchAttention(), self.mover)
@@ -62,6 +60,7 @@ class Driver:
         self.computed: dict[int, int] = {}
         self.blocks: dict[int, list[int]] = {}
         self.sampling: dict[int, WorkerSampling] = {}
+        self.adapters: dict[int, int] = {}
         self.logprobs: dict[int, bytes] = {}
         self.prompt_logprobs: dict[int, bytes] = {}
         self._added: list[int] = []
@@ -76,6 +75,7 @@ class Driver:
         shared_blocks: Sequence[int] = (),
         sampling: WorkerSampling = GREEDY,
         num_output: int = 0,
+        adapter_id: int = 0,
     ) -> None:
         """A request whose first blocks are `shared_blocks`, computed already. `num_output` of its
         tokens are output of an earlier life."""
@@ -84,6 +84,7 @@ class Driver:
         self.computed[handle] = len(shared_blocks) * self.kv.block_size
         self.blocks[handle] = list(shared_blocks)
         self.sampling[handle] = sampling
+        self.adapters[handle] = adapter_id
         self._added.append(handle)
 
     def remove(self, handle: int, *, keep_blocks: bool = False) -> None:
@@ -114,6 +115,7 @@ class Driver:
                     num_computed_tokens=self.computed[handle] - schedule.get(handle, 0),
                     block_ids=(pack_ids(self.blocks[handle]),),
                     sampling=self.sampling[handle],
+                    adapter_id=self.adapters[handle],
                 )
             )
         self._step_id += 1

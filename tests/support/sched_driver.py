@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from reprise_core.extra_keys import HashInputs
 from reprise_core.hash_algorithms import HashAlgorithm
 from reprise_core.hash_chain import BlockHasher
 from reprise_core.ids import RequestId
@@ -72,7 +73,7 @@ class Driver:
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> Request:
         self._sequence += 1
-        chain = self.hasher.chain()
+        chain = self.hasher.chain(HashInputs(lora=more.get("lora")))
         chain.append(prompt)
         sampling = more.pop("sampling", SamplingParams(max_tokens=max_tokens, ignore_eos=True))
         request = Request(
@@ -114,8 +115,13 @@ class Driver:
                 self.prompt_logprobs.setdefault(name, []).append(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.finished[output.request.owner] = output.finish_reason.value
+        if not self.worker.hold_saves:
+            self.scheduler.connector.saves_ended(len(plan.saves))
         if not self.hold_loads:
             self.end_loads()
+
+    def end_saves(self, count: int | None = None) -> None:
+        self.scheduler.connector.saves_ended(self.worker.end_saves(count))
 
     def end_loads(self) -> None:
         reports = [self.worker.end_load(load, self.fail_load) for load in list(self.worker.loads)]

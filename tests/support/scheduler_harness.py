@@ -15,7 +15,7 @@ from reprise_core.extra_keys import HashInputs
 from reprise_runtime.grpc_server import channel
 from reprise_scheduler.app import SchedulerApp
 from reprise_scheduler.settings import SchedulerSettings
-from reprise_wire.hash_profiles import profile_from_proto
+from reprise_wire.hash_profiles import lora_from_proto, profile_from_proto
 from support.valkey_server import free_port
 from support.waiting import until
 
@@ -94,7 +94,7 @@ class GatewaySide:
         sampling = more.pop("sampling", None) or pb.SamplingParams(
             temperature=0.0, top_p=1.0, max_tokens=max_tokens, ignore_eos=True
         )
-        hashes = more.pop("block_hashes", None) or self._harness.hashes(prompt, salt)
+        hashes = more.pop("block_hashes", None) or self._harness.hashes(prompt, salt, more.get("lora"))
         self.requests.setdefault(name, Received())
         submit = pb.Submit(
             request_id=name,
@@ -122,10 +122,13 @@ class SchedulerHarness:
         await until(lambda: self.app.readiness.ready)
         self.info = await self.stub.GetInfo(pb.GetInfoRequest())
 
-    def hashes(self, prompt: list[int], salt: str = "") -> common_pb2.ProfileHashes:
+    def hashes(
+        self, prompt: list[int], salt: str = "", lora: common_pb2.LoraAdapter | None = None
+    ) -> common_pb2.ProfileHashes:
         assert self.info is not None, "wait_for_worker first"
         profile = profile_from_proto(self.info.hash_profile)
-        chain = profile.hasher().chain(HashInputs(cache_salt=salt or None))
+        adapter = lora_from_proto(lora) if lora is not None else None
+        chain = profile.hasher().chain(HashInputs(lora=adapter, cache_salt=salt or None))
         chain.append(prompt)
         return common_pb2.ProfileHashes(profile_id=profile.profile_id, digests=b"".join(chain.hashes))
 

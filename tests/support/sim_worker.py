@@ -126,7 +126,7 @@ class _Asked:
         self._tier = tier
 
     async def lookup(
-        self, fingerprint: str, group_ids: Sequence[int], hashes: Sequence[bytes]
+        self, fingerprint: str, group_ids: Sequence[int], hashes: Sequence[bytes], adapter: str = ""
     ) -> tuple[tuple[str, ...], int]:
         tiers = []
         for block_hash in hashes:
@@ -146,13 +146,19 @@ class SimWorker:
         self.store = store
         self.requests: dict[int, _State] = {}
         self.loads: list[BlockLoad] = []
+        self.saving: list[tuple[BlockSave, list[int]]] = []
+        """Copied out, and not in the store yet."""
+        self.hold_saves = False
+        """They get there only in `end_saves`."""
         self.max_step_tokens = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         for handle in plan.removed:
             self.requests.pop(handle, None)
         for save in plan.saves:
-            self._save(save)
+            self.saving.append((save, self.slots[self._block(save.block_id)]))
+        if not self.hold_saves:
+            self.end_saves()
         for group_id, source, target in plan.copies:
             assert group_id < len(self.groups)
             self.slots[self._block(target)] = self.slots[self._block(source)]
@@ -237,10 +243,14 @@ class SimWorker:
     def _block(self, block_id: int) -> slice:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
-    def _save(self, save: BlockSave) -> None:
-        if save.generation == self.store.generation:
-            name = store_name(save.group_id, save.block_hash)
-            self.store.blocks[name] = self.slots[self._block(save.block_id)]
+    def end_saves(self, count: int | None = None) -> int:
+        """The oldest are in the store now; how many that are."""
+        ended = self.saving[:count]
+        del self.saving[:count]
+        for save, content in ended:
+            if save.generation == self.store.generation:
+                self.store.blocks[store_name(save.group_id, save.block_hash)] = content
+        return len(ended)
 
     def end_load(self, load: BlockLoad, fail) -> LoadReport:
         """`fail()` decides per block; a block that the store does not have fails too."""

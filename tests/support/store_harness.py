@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from reprise_core.ids import BlockHash
 from reprise_runtime.grpc_server import channel
-from reprise_runtime.shared_memory import Memory, join, make_memory, read_into
+from reprise_runtime.shared_memory import Memory, MemoryConnection, join, make_memory, read_into
 from reprise_store.app import StoreApp
 from reprise_store.settings import StoreSettings
 from reprise_wire.block_transfer import (
@@ -32,6 +32,7 @@ from support.waiting import until
 
 KEYSPACE = Keyspace("test", "ab" * 16)
 ANSWER_TIMEOUT_S = 5.0
+SETTLE_TIMEOUT_S = 30.0
 STAGING_BYTES = 64 * 1024 * 1024
 
 
@@ -55,13 +56,14 @@ def keys_of(hashes: Sequence[BlockHash], rank: int = 0, group_id: int = 0) -> tu
 
 @dataclass
 class Peer:
-    """A worker as the contract has it: one DEALER, and after `share_memory` values by place."""
+    """A worker as the contract has it: one DEALER, and after `share_memory` values by place and messages
+    without values over that connection."""
 
     socket: zmq.asyncio.Socket
     ids: "count[int]" = field(default_factory=lambda: count(1))
     own: Memory | None = None
     theirs: Memory | None = None
-    connection: socket.socket | None = None
+    connection: MemoryConnection | None = None
     keeps_leases: bool = False
 
     async def share_memory(self) -> None:
@@ -81,12 +83,13 @@ class Peer:
         """As the kernel does it for a worker that is killed."""
         if self.connection is not None:
             self.connection.close()
+            self.connection = None
 
     async def release(self, *transfer_ids: int) -> None:
         released = TransferHeader(
             TRANSFER_VERSION, TransferKind.RELEASE, next(self.ids), released=transfer_ids
         )
-        await self.socket.send(encode_transfer(released))
+        await self.send([encode_transfer(released)])
 
     def stage(self, values: Sequence[bytes]) -> tuple[Place, ...]:
         assert self.own is not None
@@ -116,14 +119,28 @@ class Peer:
         header = TransferHeader(
             version, kind, transfer_id, keyspace, generation, tuple(keys), places=tuple(places)
         )
-        await self.socket.send_multipart([encode_transfer(header), *values])
+        await self.send([encode_transfer(header), *values])
         answer, got = await self.receive()
         assert answer.transfer_id == transfer_id
         return answer, got
 
+    async def send(self, frames: Sequence[bytes]) -> None:
+        if self.connection is None or len(frames) > 1:
+            await self.socket.send_multipart(frames)
+        else:
+            assert self.connection.send(frames[0])
+
     async def receive(self) -> tuple[TransferHeader, list[bytes]]:
-        frames = await asyncio.wait_for(self.socket.recv_multipart(), ANSWER_TIMEOUT_S)
-        return decode_transfer(frames), list(frames[1:])
+        """From whichever way has a message."""
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            message = self.connection.receive() if self.connection is not None else None
+            if message is not None:
+                return decode_transfer([message]), []
+            if await self.socket.poll(1):
+                frames = await self.socket.recv_multipart()
+                return decode_transfer(frames), list(frames[1:])
+        raise TimeoutError("the store does not answer")
 
     async def save(
         self,
@@ -160,9 +177,10 @@ class RunningStore:
         return self.app.registry.get_sample_value(f"reprise_store_{name}", labels) or 0.0
 
     async def settled(self) -> None:
-        """Waits until nothing is queued for Redis."""
+        """Waits until nothing is queued for Redis; while that is away, until it is back or all is too old."""
         assert self.app._write_behind is not None
-        await asyncio.wait_for(self.app._write_behind._idle.wait(), ANSWER_TIMEOUT_S)
+        self.app._write_behind.check_invariants()
+        await asyncio.wait_for(self.app._write_behind._idle.wait(), SETTLE_TIMEOUT_S)
 
     async def until_redis_is(self, up: bool, timeout_s: float = 10.0) -> None:
         await until(lambda: self.app.store.stats().redis_connected is up, timeout_s)

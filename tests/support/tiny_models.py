@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from reprise_worker import attention
 from reprise_worker.model import PagedModel
 
+CPU = torch.device("cpu")
 _SMALL = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -40,11 +41,11 @@ def small_model(config: PretrainedConfig, *, seed: int = 0) -> Any:
     return make(config, dtype=torch.float32).eval()
 
 
-def paged(model: Any) -> PagedModel:
+def paged(model: Any, device: torch.device = CPU) -> PagedModel:
     """`model` with our attention; it can still generate by itself through `plain_greedy`."""
     attention.register()
     model.set_attn_implementation(attention.IMPLEMENTATION)
-    return PagedModel(model, torch.device("cpu"))
+    return PagedModel(model, device)
 
 
 @torch.inference_mode()
@@ -52,7 +53,7 @@ def plain_greedy(model: PagedModel, prompt: list[int], num_tokens: int) -> list[
     """What transformers' own generate gives, by its eager attention."""
     model.hf.set_attn_implementation("eager")
     try:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         output = model.hf.generate(
             ids,
             attention_mask=torch.ones_like(ids),

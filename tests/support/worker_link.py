@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import zmq
@@ -20,23 +21,30 @@ from reprise_worker.transfer import TransferLimits, Transfers
 SESSION = b"s" * 16
 
 
+def random_cache(num_blocks: int, device: torch.device, dtype: torch.dtype = torch.float32) -> KvCache:
+    """Random numbers in blocks of 8 KiB (4 KiB with 16 bits)."""
+    kv = KvCache([LayerShape(2, 32, 32)] * 4, num_blocks=num_blocks, block_size=4, dtype=dtype, device=device)
+    for view in (*kv.keys, *kv.values):
+        view.uniform_()
+    return kv
+
+
 class LinkedWorker:
-    """Blocks of 8 KiB; block n of a fresh cache holds random numbers."""
+    """Without a cache of the caller's: `random_cache`, on a CPU."""
 
     def __init__(
-        self, endpoint: str, keyspace: Keyspace, *, num_blocks: int = 64, shared_memory: bool = True
+        self,
+        endpoint: str,
+        keyspace: Keyspace,
+        *,
+        num_blocks: int = 64,
+        shared_memory: bool = True,
+        fp8: bool = False,
+        kv: KvCache | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
         metrics = WorkerMetrics(self._registry)
-        self.kv = KvCache(
-            [LayerShape(2, 32, 32)] * 4,
-            num_blocks=num_blocks,
-            block_size=4,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        for view in (*self.kv.keys, *self.kv.values):
-            view.uniform_()
+        self.kv = kv or random_cache(num_blocks, torch.device("cpu"))
         self._arrived = threading.Condition()
         self._reports: list[LoadReport] = []
         self.errors: list[BaseException] = []
@@ -55,6 +63,7 @@ class LinkedWorker:
             metrics=metrics,
             report=self._reported,
             shared_memory=shared_memory,
+            fp8=fp8,
         )
         self.transfers.begin_session(SESSION)
         self.link = StoreLink(
@@ -98,10 +107,9 @@ class LinkedWorker:
 
 
 @contextmanager
-def linked_worker(
-    endpoint: str, keyspace: Keyspace, *, num_blocks: int = 64, shared_memory: bool = True
-) -> Iterator[LinkedWorker]:
-    worker = LinkedWorker(endpoint, keyspace, num_blocks=num_blocks, shared_memory=shared_memory)
+def linked_worker(endpoint: str, keyspace: Keyspace, **how: Any) -> Iterator[LinkedWorker]:
+    """`how`: `LinkedWorker`'s other arguments."""
+    worker = LinkedWorker(endpoint, keyspace, **how)
     worker.link.start()
     try:
         yield worker

@@ -9,6 +9,7 @@ import uuid
 
 import zmq
 
+from reprise_core.extra_keys import LoraAdapter
 from reprise_core.models import KvGroup, ModelInfo, WorkerCapacity
 from reprise_core.steps import StepPlan, TransferReport
 from reprise_wire.step_codec import Heartbeat, Hello, Kind, decode_body, decode_header, encode
@@ -27,6 +28,7 @@ class ZmqWorker:
         max_model_len: int = 128,
         step_delay_s: float = 0.0,
         store: SimStore | None = None,
+        adapters: tuple[LoraAdapter, ...] = (),
     ) -> None:
         self.worker_id = uuid.uuid4().hex
         self.sim = SimWorker(num_blocks, block_size, store or SimStore())
@@ -37,6 +39,7 @@ class ZmqWorker:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_model_len = max_model_len
+        self._adapters = adapters
         self._step_delay_s = step_delay_s
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -119,6 +122,7 @@ class ZmqWorker:
                 vocab_size=VOCAB,
                 eos_token_ids=(3,),
                 fingerprint="0" * 32,
+                adapters=self._adapters,
             ),
             capacity=WorkerCapacity(
                 num_blocks=self._num_blocks,

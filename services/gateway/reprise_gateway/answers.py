@@ -27,13 +27,28 @@ class Answer:
 
 
 def models(infos: list[EngineInfo], created_s: int) -> Json:
-    distinct = {info.model_name: info for info in reversed(infos)}
-    return {"object": "list", "data": [_model(info, created_s) for info in distinct.values()]}
+    """The models, then their adapters; the first engine's, where several serve one."""
+    models: dict[str, Json] = {}
+    adapters: dict[str, Json] = {}
+    for info in infos:
+        models.setdefault(info.model_name, _model(info, created_s))
+        for adapter in info.adapters:
+            card = _card(adapter.name, adapter.path, info.model_name, None, adapter.digest, created_s)
+            adapters.setdefault(adapter.name, card)
+    return {"object": "list", "data": [*models.values(), *adapters.values()]}
 
 
 def _model(info: EngineInfo, created_s: int) -> Json:
+    return _card(
+        info.model_name, info.model_path, None, info.max_model_len, info.model_fingerprint, created_s
+    )
+
+
+def _card(
+    name: str, root: str, parent: str | None, max_model_len: int | None, content: str, created_s: int
+) -> Json:
     permission = {
-        "id": f"modelperm-{info.model_fingerprint}",
+        "id": f"modelperm-{content}",
         "object": "model_permission",
         "created": created_s,
         "allow_create_engine": False,
@@ -47,13 +62,13 @@ def _model(info: EngineInfo, created_s: int) -> Json:
         "is_blocking": False,
     }
     return {
-        "id": info.model_name,
+        "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "reprise",
-        "root": info.model_path,
-        "parent": None,
-        "max_model_len": info.max_model_len,
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
         "permission": [permission],
     }
 
@@ -64,7 +79,7 @@ def plain(run: Run, answers: list[Answer]) -> Json:
         "id": run.request_id,
         "object": "chat.completion" if run.call.chat else "text_completion",
         "created": run.created_s,
-        "model": run.info.model_name,
+        "model": run.served.name,
     }
     choices = [_plain_choice(run, i, answer) for i, answer in enumerate(answers)]
     tail: Json = {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
@@ -201,7 +216,7 @@ class ChunkMaker:
             "id": run.request_id,
             "object": "chat.completion.chunk" if run.call.chat else "text_completion",
             "created": run.created_s,
-            "model": run.info.model_name,
+            "model": run.served.name,
             "choices": choices,
         }
 

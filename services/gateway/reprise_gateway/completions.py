@@ -13,7 +13,7 @@ from reprise_core.errors import ErrorKind
 from reprise_core.requests import SamplingParams
 from reprise_gateway.calls import GenerationCall, Prompt, SamplingFields
 from reprise_gateway.errors import ApiError, bad_rule, deadline_exceeded, from_reprise_error
-from reprise_gateway.fleet import Fleet
+from reprise_gateway.fleet import Fleet, Served
 from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.ports import PromptApi
 from reprise_gateway.sequence import Sequence, Update, Work
@@ -42,11 +42,15 @@ class Run:
     request_id: str
     created_s: int
     call: GenerationCall
-    info: EngineInfo
+    served: Served
     sequences: tuple[Sequence, ...]
     echoes: tuple[str, ...]
     """What stands before each answer's text: its prompt when echo is on."""
     deadline: Deadline | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.served.info
 
 
 class Prompts:
@@ -122,9 +126,10 @@ class Completions:
             raise self._too_late(deadline) from None
 
     async def _prepare(self, call: GenerationCall, request_id: str, deadline: Deadline | None) -> Run:
-        info = await self.fleet.model_info(call.model)
+        served = await self.fleet.served(call.model)
+        info = served.info
         _check_max_tokens(call.sampling, info)
-        hashing = HashRequest(self.fleet.profiles(info.model_name), cache_salt=call.cache_salt)
+        hashing = HashRequest(self.fleet.profiles(served), cache_salt=call.cache_salt, lora=served.adapter)
         tokenized: list[TokenizedPrompt] = []
         for prompt in call.prompts:
             # A prompt of ids is refused before it is worked on.
@@ -141,9 +146,9 @@ class Completions:
         sequences = [
             Sequence(f"{request_id}-{next(self._counter)}", work, traceparent=self._traces.traceparent())
             for one in tokenized
-            for work in _works(one, call, info, deadline)
+            for work in _works(one, call, served, deadline)
         ]
-        return Run(request_id, int(time.time()), call, info, tuple(sequences), echoes, deadline)
+        return Run(request_id, int(time.time()), call, served, tuple(sequences), echoes, deadline)
 
     async def _echoes(self, call: GenerationCall, tokenized: list[TokenizedPrompt]) -> tuple[str, ...]:
         echoes: list[str] = []
@@ -222,9 +227,9 @@ class Completions:
 
 
 def _works(
-    one: TokenizedPrompt, call: GenerationCall, info: EngineInfo, deadline: Deadline | None
+    one: TokenizedPrompt, call: GenerationCall, served: Served, deadline: Deadline | None
 ) -> list[Work]:
-    sampling = call.sampling
+    sampling, info = call.sampling, served.info
     room = info.max_model_len - len(one.token_ids)
     params = SamplingParams(
         max_tokens=min(sampling.max_tokens or room, room),
@@ -247,6 +252,7 @@ def _works(
     )
     work = Work(
         model=info.model_name,
+        adapter=served.adapter,
         prompt_ids=tuple(one.token_ids),
         hashes={hashes.profile_id: hashes for hashes in one.hashes},
         sampling=params,

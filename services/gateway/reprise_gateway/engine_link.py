@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from reprise_core.errors import ErrorKind
+from reprise_core.extra_keys import LoraAdapter
 from reprise_core.requests import FinishReason, SamplingParams
 from reprise_gateway.metrics import GatewayMetrics
 from reprise_gateway.ports import EngineApi, EngineStream
@@ -274,12 +275,19 @@ def _is_loss(ending: Ending) -> bool:
 def _submission(wire_id: str, sequence: Sequence, info: EngineInfo | None) -> Submission:
     work = sequence.work
     profile_id = info.hash_profile.profile_id if info is not None else ""
+    adapter, hashes = work.adapter, work.hashes.get(profile_id)
+    if adapter is not None:
+        own = info.adapter(adapter.name) if info is not None else None
+        if own is not None and own.path != adapter.path:
+            adapter, hashes = own, None  # the path is hashed
+        adapter = LoraAdapter(adapter.name, 0, adapter.path, work.adapter_digest)
     return Submission(
         request_id=wire_id,
         token_ids=(*work.prompt_ids, *sequence.output_ids),
         sampling=_sampling(sequence),
-        block_hashes=work.hashes.get(profile_id),
+        block_hashes=hashes,
         cache_salt=work.cache_salt,
+        lora=adapter,
         priority=work.priority,
         tenant=work.tenant,
         pin=work.pin,

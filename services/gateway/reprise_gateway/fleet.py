@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from reprise_core.extra_keys import LoraAdapter
 from reprise_core.requests import FinishReason
 from reprise_gateway.engine_link import EngineLink
 from reprise_gateway.errors import ApiError, from_reprise_error, unknown_model
@@ -16,6 +18,18 @@ from reprise_wire.error_codec import PeerError
 from reprise_wire.hash_profiles import HashProfile
 
 _CHECK_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served under a name: a model, or an adapter of it. `info` is of an engine that does."""
+
+    info: EngineInfo
+    adapter: LoraAdapter | None = None
+
+    @property
+    def name(self) -> str:
+        return self.info.model_name if self.adapter is None else self.adapter.name
 
 
 class Fleet:
@@ -68,19 +82,26 @@ class Fleet:
                 raise self._none_available() from None
         return self.infos()
 
-    async def model_info(self, name: str | None) -> EngineInfo:
-        """An engine of that model; an empty name means the one that is served."""
+    async def served(self, name: str | None) -> Served:
+        """What a caller means by that name of a model or adapter; an empty one means the model."""
         infos = await self.known_infos()
         if not name:
-            return infos[0]
+            return Served(infos[0])
         for info in infos:
             if info.model_name == name:
-                return info
-        raise unknown_model(name, sorted({info.model_name for info in infos}))
+                return Served(info)
+        for info in infos:
+            adapter = info.adapter(name)
+            if adapter is not None:
+                return Served(info, adapter)
+        known = {info.model_name for info in infos}
+        known |= {adapter.name for info in infos for adapter in info.adapters}
+        raise unknown_model(name, sorted(known))
 
-    def profiles(self, model: str) -> tuple[HashProfile, ...]:
-        """Distinct hash profiles of the model's engines."""
-        return tuple(dict.fromkeys(info.hash_profile for info in self.infos() if info.model_name == model))
+    def profiles(self, served: Served) -> tuple[HashProfile, ...]:
+        """Distinct hash profiles of the engines that serve it."""
+        infos = [info for info in self.infos() if info.serves(served.info.model_name, served.adapter)]
+        return tuple(dict.fromkeys(info.hash_profile for info in infos))
 
     # -- sequences ----------------------------------------------------------------------------------
 
@@ -109,16 +130,17 @@ class Fleet:
             link.abort(sequence)
 
     def _place(self, sequence: Sequence) -> None:
+        work = sequence.work
         candidates = {
             link.address: Candidate(link.address, link.info, link.num_inflight)
             for link in self.links
-            if link.serving and link.info is not None and link.info.model_name == sequence.work.model
+            if link.serving and link.info is not None and link.info.serves(work.model, work.adapter)
         }
         if not candidates:
             self._waiting.setdefault(sequence, time.monotonic() + self._wait_s)
             self._show_waiting()
             return
-        chosen = self._router.choose(list(candidates.values()), sequence.work.prompt_ids)
+        chosen = self._router.choose(list(candidates.values()), work.prompt_ids)
         link = next(link for link in self.links if link.address == chosen.address)
         self._waiting.pop(sequence, None)
         self._show_waiting()

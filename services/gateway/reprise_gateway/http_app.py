@@ -175,14 +175,14 @@ class GatewayHttp:
 
     async def tokenize(self, request: Request) -> Response:
         call = read_tokenize(await self._body(request))
-        info = await self._completions.fleet.model_info(call.model)
+        served = await self._completions.fleet.served(call.model)
         tokenized = await self._completions.prompts.tokenize(
             call.prompt, add_special_tokens=call.add_special_tokens
         )
         return json_response(
             {
                 "count": len(tokenized.token_ids),
-                "max_model_len": info.max_model_len,
+                "max_model_len": served.info.max_model_len,
                 "tokens": tokenized.token_ids,
                 "token_strs": None,
             }
@@ -190,7 +190,7 @@ class GatewayHttp:
 
     async def detokenize(self, request: Request) -> Response:
         call = read_detokenize(await self._body(request))
-        await self._completions.fleet.model_info(call.model)
+        await self._completions.fleet.served(call.model)
         return json_response({"prompt": await self._completions.prompts.detokenize(call.token_ids)})
 
     # -- the rest -----------------------------------------------------------------------------------

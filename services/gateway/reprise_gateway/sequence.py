@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reprise_core.extra_keys import LoraAdapter
 from reprise_core.logprobs import row_nbytes
 from reprise_core.requests import FinishReason, PromptSources, SamplingParams
 from reprise_gateway.errors import ApiError
@@ -23,6 +24,8 @@ class Work:
     sampling: SamplingParams
     text: DetokenizeOpen
     eos_token_ids: frozenset[int]
+    adapter: LoraAdapter | None = None
+    """As the prompt was hashed with it. Only engines with the same content are to serve it."""
     cache_salt: str | None = None
     priority: int = 0
     deadline_s: float | None = None
@@ -31,6 +34,10 @@ class Work:
     pin: bool = False
     pin_ttl_s: float = 0.0
     """0 = until unpinned."""
+
+    @property
+    def adapter_digest(self) -> str:
+        return self.adapter.digest if self.adapter is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from reprise_scheduler.sched.backpressure import QueueFull
 from reprise_scheduler.sched.outputs import Output
 from reprise_scheduler.sched.request import Request
 from reprise_scheduler.sched.scheduler import Scheduler
+from reprise_scheduler.sched.served_adapters import check_adapters
 from reprise_scheduler.sched.stored_blocks import NOTHING_STORED
 from reprise_scheduler.settings import SchedulerSettings
 from reprise_scheduler.store_lookup import find_stored
@@ -114,6 +115,7 @@ class EngineLoop:
             raise FailedPrecondition(
                 f"this engine serves {self.model.name!r}, the worker holds {model.name!r}"
             )
+        check_adapters(model.adapters)
         self._traces.lost_worker()
         kv_config = self._kv_config(capacity)
         config = self._settings.scheduler_config(
@@ -132,7 +134,7 @@ class EngineLoop:
             )
             self.metrics = self._make_metrics(model)
         else:
-            outputs = self.scheduler.open_session(config, kv_config, model.eos_token_ids)
+            outputs = self.scheduler.open_session(config, kv_config, model.eos_token_ids, model.adapters)
         self.model, self.capacity = model, capacity
         self.profile = make_profile(self._settings.prefix_caching_hash_algo, capacity.block_size)
         self.hasher = self.profile.hasher()
@@ -145,7 +147,7 @@ class EngineLoop:
         if self._external is not None:
             self._spawn(self._ask_generation())
         if self._tiers is not None:
-            self._tiers.follow(model.fingerprint)
+            self._tiers.follow(model.fingerprint, tuple(adapter.digest for adapter in model.adapters))
         self._pump_soon()
 
     def _kv_config(self, capacity: WorkerCapacity) -> KVCacheConfig:
@@ -288,6 +290,7 @@ class EngineLoop:
                     self._fingerprint,
                     groups,
                     request.block_hashes[:num_hashes],
+                    request.lora.digest if request.lora is not None else "",
                 )
         except RepriseError as error:
             self._limited.warning(self._log, "look-up in the store failed", error=str(error))

@@ -311,6 +311,8 @@ class EngineMetrics:
                 ("loads_started", "Requests whose external blocks were asked for"),
                 ("load_failures", "Blocks that could not be loaded"),
                 ("external_wait_timeouts", "Requests that went on without the store's answer"),
+                ("lookups_again", "Preempted requests that the store was asked for once more"),
+                ("preempted_external_hit_tokens", "Tokens that came from the store for preempted requests"),
                 ("saves_offered", "Blocks offered to the store"),
                 ("saves_dropped", "Blocks not saved because a queue was full"),
                 ("stale_results", "Step results that no step in flight waited for"),

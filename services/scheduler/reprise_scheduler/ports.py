@@ -12,23 +12,28 @@ from reprise_wire.store_codec import StoreStats, TierUpdate
 
 
 class ExternalBlocks(Protocol):
-    """The store's control side, for one model."""
+    """The store's control side, for one model. `adapter` is a content digest, empty = none."""
 
     async def lookup(
-        self, model_fingerprint: str, group_ids: Sequence[int], block_hashes: Sequence[BlockHash]
+        self,
+        model_fingerprint: str,
+        group_ids: Sequence[int],
+        block_hashes: Sequence[BlockHash],
+        adapter: str = "",
     ) -> tuple[tuple[str, ...], int]:
         """Per block from the front the tier that has it for each of the groups, up to the first that is
         missing, and the generation. Raises RepriseError."""
 
     async def reset(self, model_fingerprint: str) -> int:
-        """Clears the model's blocks in every tier; the new generation. Raises RepriseError."""
+        """Clears the model's blocks, its adapters' too, in every tier; the new generation. Raises
+        RepriseError."""
 
     async def stats(self) -> StoreStats:
         """Raises RepriseError."""
 
-    def watch_tiers(self, model_fingerprint: str) -> AsyncIterator[TierUpdate]:
-        """What the tiers have of the model, then every change. Ends, or raises RepriseError, when the store
-        is lost."""
+    def watch_tiers(self, model_fingerprint: str, adapters: Sequence[str] = ()) -> AsyncIterator[TierUpdate]:
+        """What the tiers have of the model and of these adapters, then every change. Ends, or raises
+        RepriseError, when the store is lost."""
 
 
 class EventSink(Protocol):

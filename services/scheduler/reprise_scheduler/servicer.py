@@ -24,9 +24,10 @@ from reprise_scheduler.metrics import StreamMetrics
 from reprise_scheduler.probe import Mark, Probe
 from reprise_scheduler.request_traces import RequestTraces
 from reprise_scheduler.sched.request import Request
+from reprise_scheduler.sched.served_adapters import served_adapter, still_served
 from reprise_scheduler.settings import SchedulerSettings
 from reprise_wire.clients.tokenizer import TokenizerClient
-from reprise_wire.hash_profiles import HashRequest, lora_from_proto, profile_to_proto
+from reprise_wire.hash_profiles import HashRequest, lora_from_proto, lora_to_proto, profile_to_proto
 
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -121,30 +122,46 @@ class EngineRpc(EngineServicer):
             owned.deadline = asyncio.get_running_loop().call_later(
                 message.timeout_s, self._expire, owned, message.timeout_s
             )
-        if message.block_hashes.profile_id == profile.profile_id:
-            self._enqueue(owned, message, profile.split(message.block_hashes.digests))
+        lora = self._served(message)
+        # Hashes of an adapter are of its path, too: who does not name it cannot have them.
+        same_inputs = lora is None or message.lora.path == lora.path
+        if message.block_hashes.profile_id == profile.profile_id and same_inputs:
+            self._enqueue(owned, message, profile.split(message.block_hashes.digests), lora)
         else:
             self._metrics.rehashed.inc()
-            task = asyncio.create_task(self._hash_and_enqueue(owned, message))
+            task = asyncio.create_task(self._hash_and_enqueue(owned, message, lora))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _hash_and_enqueue(self, owned: OwnedRequest, message: pb.Submit) -> None:
+    def _served(self, message: pb.Submit) -> LoraAdapter | None:
+        """The adapter that is asked for, as the worker has it. Raises InvalidInput."""
+        if not message.HasField("lora"):
+            return None
+        assert self._loop.model is not None
+        return served_adapter(lora_from_proto(message.lora), self._loop.model.adapters)
+
+    async def _hash_and_enqueue(
+        self, owned: OwnedRequest, message: pb.Submit, lora: LoraAdapter | None
+    ) -> None:
         profile = self._loop.profile
         assert profile is not None
         try:
-            hashing = HashRequest((profile,), message.cache_salt or None, _lora(message))
+            hashing = HashRequest((profile,), message.cache_salt or None, lora)
             with self._traces.hashing(message.traceparent):
                 answer = await self._hasher.hash_tokens(message.token_ids, hashing)
             if not owned.cancelled and owned.ending is None:
-                self._enqueue(owned, message, profile.split(answer[0].digests if answer else b""))
+                if lora is not None:  # the worker may have been another's meanwhile
+                    lora = still_served(lora, self._loop.model.adapters if self._loop.model else ())
+                self._enqueue(owned, message, profile.split(answer[0].digests if answer else b""), lora)
         except RepriseError as error:
             self._streams.fail(owned, error)
 
-    def _enqueue(self, owned: OwnedRequest, message: pb.Submit, hashes: list[Any]) -> None:
+    def _enqueue(
+        self, owned: OwnedRequest, message: pb.Submit, hashes: list[Any], lora: LoraAdapter | None
+    ) -> None:
         hasher = self._loop.hasher
         assert hasher is not None
-        lora, salt = _lora(message), message.cache_salt or None
+        salt = message.cache_salt or None
         token_ids = list(message.token_ids)
         chain = hasher.resume(token_ids, hashes, HashInputs(lora=lora, cache_salt=salt))
         sequence = next(self._sequence)
@@ -200,6 +217,7 @@ class EngineRpc(EngineServicer):
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             version=self._version,
+            adapters=[lora_to_proto(adapter) for adapter in model.adapters],
         )
 
     async def ResetPrefixCache(
@@ -290,10 +308,6 @@ def _sampling(message: pb.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
-
-
-def _lora(message: pb.Submit) -> LoraAdapter | None:
-    return lora_from_proto(message.lora) if message.HasField("lora") else None
 
 
 def _delta_to_proto(delta: Delta) -> pb.RequestDelta:

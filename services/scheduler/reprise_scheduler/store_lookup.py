@@ -19,10 +19,14 @@ MAX_BACKWARDS = 3
 
 
 async def find_stored(
-    external: ExternalBlocks, fingerprint: str, groups: Sequence[Group], block_hashes: Sequence[BlockHash]
+    external: ExternalBlocks,
+    fingerprint: str,
+    groups: Sequence[Group],
+    block_hashes: Sequence[BlockHash],
+    adapter: str = "",
 ) -> tuple[StoredBlocks, int]:
     """What the store has, and the generation it has it in. Raises RepriseError."""
-    search = _Search(external, fingerprint)
+    search = _Search(external, fingerprint, adapter)
     by_group: dict[int, tuple[str, ...]] = {}
     # Groups with the same specification are of use only together. Full ones first: they bound the rest.
     for family in sorted(_families(groups), key=lambda family: family[0].kind is not GroupKind.FULL):
@@ -48,9 +52,10 @@ def _families(groups: Sequence[Group]) -> list[list[Group]]:
 class _Search:
     """The calls for one prompt."""
 
-    def __init__(self, external: ExternalBlocks, fingerprint: str) -> None:
+    def __init__(self, external: ExternalBlocks, fingerprint: str, adapter: str) -> None:
         self._external = external
         self._fingerprint = fingerprint
+        self._adapter = adapter
         self.generation: int | None = None
         self.changed = False
         """A reset came between two calls: what was found is gone."""
@@ -58,7 +63,7 @@ class _Search:
     async def ask(self, family: Sequence[Group], block_hashes: Sequence[BlockHash]) -> tuple[str, ...]:
         """A tier per block in the order asked, up to the first that is missing."""
         tiers, generation = await self._external.lookup(
-            self._fingerprint, [group.id for group in family], block_hashes
+            self._fingerprint, [group.id for group in family], block_hashes, self._adapter
         )
         self.changed |= self.generation not in (None, generation)
         self.generation = generation

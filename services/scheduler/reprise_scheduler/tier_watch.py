@@ -28,7 +28,7 @@ class TierWatch:
         self._sink = sink
         self._metrics = metrics
         self._events = TierEvents(sink.record, integer_hashes=integer_hashes)
-        self._fingerprint = ""
+        self._followed: tuple[str, tuple[str, ...]] | None = None
         self._task: asyncio.Task[None] | None = None
         self._again: Iterator[BlockStored] | None = None
         """Told again after everything was cleared; changes wait for its end."""
@@ -38,14 +38,15 @@ class TierWatch:
         self._log = get_logger()
         self._limited = LimitedLog()
 
-    def follow(self, fingerprint: str) -> None:
-        """Begins to watch, or watches another model's blocks from now on."""
-        if fingerprint == self._fingerprint:
+    def follow(self, fingerprint: str, adapters: tuple[str, ...] = ()) -> None:
+        """Begins to watch, or watches another model's blocks from now on, and those of adapters with these
+        content digests."""
+        if (fingerprint, adapters) == self._followed:
             return
-        self._fingerprint = fingerprint
+        self._followed = (fingerprint, adapters)
         if self._task is not None:
             self._task.cancel()
-        self._task = asyncio.create_task(self._watch_forever(fingerprint, self._task))
+        self._task = asyncio.create_task(self._watch_forever(fingerprint, adapters, self._task))
 
     def send(self, events: Sequence[KvEvent]) -> None:
         """The engine's own events, and what they make known of tiers."""
@@ -78,14 +79,16 @@ class TierWatch:
             await asyncio.sleep(0)
         self._told.set()
 
-    async def _watch_forever(self, fingerprint: str, former: asyncio.Task[None] | None) -> None:
+    async def _watch_forever(
+        self, fingerprint: str, adapters: tuple[str, ...], former: asyncio.Task[None] | None
+    ) -> None:
         if former is not None:
             await asyncio.gather(former, return_exceptions=True)
             await self._lose()
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                async for update in self._external.watch_tiers(fingerprint):
+                async for update in self._external.watch_tiers(fingerprint, adapters):
                     await self._take(update)
                     retry_s = FIRST_RETRY_S
             except RepriseError as error:

@@ -203,6 +203,8 @@ class StoreApp:
             self._external,
             limit_blocks=settings.save_queue_blocks,
             limit_bytes=settings.save_queue_bytes,
+            max_age_s=settings.save_queue_age_s,
+            pause_s=settings.breaker_cooldown_s / 4,
             chunk_bytes=settings.redis_chunk_bytes,
             metrics=self._metrics,
             changes=self._changes,
@@ -212,12 +214,13 @@ class StoreApp:
         self._blocks.start()
         forever = [self._show_forever()]
         if self._memory_peers is not None:
-            forever.append(self._memory_peers.serve_forever())
+            forever.append(self._memory_peers.serve_forever(self._blocks.receive_by_memory))
         if self._disk is not None:
             forever.append(self._disk.write_forever())
         if self._external is not None and self._write_behind is not None:
             forever += [self._external.probe_forever(), self._sweep_forever()]
-            forever += [self._write_behind.write_forever() for _ in range(self._settings.save_writers)]
+            writers = range(self._settings.save_writers)
+            forever += [self._write_behind.write_forever(self.store.settle_generation) for _ in writers]
         self._tasks = [asyncio.ensure_future(task) for task in forever]
 
     def _make_breaker(self, failures: int) -> CircuitBreaker:

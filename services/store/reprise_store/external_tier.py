@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from reprise_runtime.logs import LimitedLog, get_logger
-from reprise_store.breaker import CircuitBreaker
+from reprise_store.breaker import BreakerState, CircuitBreaker
 from reprise_store.keys import Scope
 from reprise_store.metrics import StoreMetrics
 from reprise_store.ports import (
@@ -53,6 +53,10 @@ class ExternalTier:
         self._log = get_logger()
         self._limited = LimitedLog()
         self._answered = False
+        self._met = False
+        """Whether it ever answered."""
+        self.num_failures = 0
+        """Times that it was found to be away."""
 
     @property
     def up(self) -> bool:
@@ -64,6 +68,11 @@ class ExternalTier:
         """False while a write would be wasted. May admit one probing batch."""
         return self._calls.closed and (self._writes.closed or self._writes.try_probe())
 
+    @property
+    def probing_writes(self) -> bool:
+        """The next batch shows whether writes are taken again."""
+        return self._writes.state is BreakerState.HALF_OPEN
+
     async def exists(self, scope: Scope, keys: Sequence[str]) -> Presence:
         return await self._guard(lambda: self._backend.exists(scope, keys))
 
@@ -74,19 +83,19 @@ class ExternalTier:
         """Callers ask `writable` first and always await the answer: it settles the probe."""
         try:
             taken = await self._guard(lambda: self._backend.put(scope, items))
-        except (BackendDown, BackendBusy) as error:
-            # Keys of one node that is away say nothing about the others, but a probe must be settled.
-            if not isinstance(error, BackendPartlyDown) or not self._writes.closed:
+        except (BackendDown, BackendBusy):
+            # It says nothing about room, but a probe must be settled.
+            if not self._writes.closed:
                 self._writes.failed()
             self._show()
             raise
         num_refused = sum(not one for one in taken)
         if num_refused:
             self._limited.warning(self._log, "redis did not take some writes", num_refused=num_refused)
-        if False in taken:
-            self._writes.failed()
-        else:
+        if True in taken:
             self._writes.succeeded()
+        elif False in taken or not self._writes.closed:
+            self._writes.failed()
         self._show()
         return taken
 
@@ -139,6 +148,7 @@ class ExternalTier:
     def _failed(self, error: Exception) -> None:
         self._metrics.redis_failures.labels("down").inc()
         self._answered = False
+        self.num_failures += 1
         if self._calls.failed():
             self._log.warning("redis is away; serving from host memory", error=str(error))
         self._show()
@@ -147,11 +157,12 @@ class ExternalTier:
         if self._calls.closed and self._answered:
             self._calls.succeeded()
             return
-        self._calls.succeeded()
-        self._answered = True
-        self._log.info("redis answers")
+        was_open, self._answered = self._calls.succeeded(), True
         self._show()
-        self._recovering = asyncio.ensure_future(self._on_recovered())
+        if was_open or not self._met:
+            self._met = True
+            self._log.info("redis answers")
+            self._recovering = asyncio.ensure_future(self._on_recovered())
 
     def _show(self) -> None:
         self._metrics.redis_up.set(self.up)

@@ -35,11 +35,14 @@ class StoreMetrics:
         self.load_bytes = counter("load_bytes", "Block bytes handed to workers, by tier", "tier")
         self.saves = counter("saves", "Blocks offered to a tier, by outcome", "tier", "outcome")
         self.save_bytes = counter("save_bytes", "Block bytes written, by tier", "tier")
-        self.save_queue_blocks = gauge("save_queue_blocks", "Blocks waiting to be written to Redis")
-        self.save_queue_bytes = gauge("save_queue_bytes", "Block bytes waiting to be written to Redis")
+        self.save_queue_blocks = gauge("save_queue_blocks", "Blocks waiting for Redis or being written")
+        self.save_queue_bytes = gauge("save_queue_bytes", "Block bytes waiting for Redis or being written")
+        self.save_retries = counter(
+            "save_retries", "Blocks that will be written again, as a connection failed"
+        )
         self.saves_dropped = counter(
             "saves_dropped",
-            "Blocks not written to Redis: queue_full, unavailable, no_room or stale",
+            "Blocks not written to Redis: queue_full, expired, unavailable, no_room or stale",
             "reason",
         )
         self.refused = counter("refused", "Transfers refused, by reason", "reason")

@@ -58,7 +58,7 @@ class Backend(Protocol):
 
     async def put(self, scope: Scope, items: Sequence[tuple[str, Value]]) -> Sequence[bool | None]:
         """Replaces what is there. False for each value that the place has no room for; None where one of
-        several servers did not take it, and others took theirs."""
+        several servers could not be asked, and others were."""
 
     async def ensure_generation(self, scope: Scope, proposal: int) -> int:
         """The scope's generation; becomes `proposal` when there is none."""

@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 
+import msgspec
+
 from reprise.v1 import store_service_pb2 as pb
 from reprise.v1.store_service_pb2_grpc import StoreServiceServicer
 from reprise_core.errors import InvalidInput
@@ -63,7 +65,11 @@ class StoreServicer(StoreServiceServicer):
     async def WatchTiers(
         self, request: pb.WatchTiersRequest, context: object
     ) -> AsyncIterator[pb.WatchTiersResponse]:
-        watch = self._changes.watch(_checked_keyspace(request.keyspace))
+        keyspace = _checked_keyspace(request.keyspace)
+        of_adapters = [msgspec.structs.replace(keyspace, adapter=digest) for digest in request.adapters]
+        for one in of_adapters:
+            check_keyspace(one)
+        watch = self._changes.watch(keyspace, *of_adapters)
         self._metrics.tier_watchers.set(self._changes.num_watchers)
         try:
             async for update in watch.updates():

@@ -68,8 +68,10 @@ class StoreSettings(tracing.TracedSettings):
     """Block bytes that wait to be written to disk; more are dropped and counted."""
 
     save_queue_bytes: int = Field(default=256 * MIB, ge=0)
-    """Block bytes that wait to be written to Redis; more are dropped and counted."""
+    """Block bytes that wait for Redis or are being written; more are dropped and counted."""
     save_queue_blocks: int = Field(default=4096, ge=0)
+    save_queue_age_s: float = Field(default=60.0, gt=0)
+    """How long a block may wait for Redis, while that is away for example; then it is dropped and counted."""
     save_writers: int = Field(default=2, ge=1)
     """Pipelines that write to Redis at the same time; fewer than redis_connections, so reads never starve."""
     drain_timeout_s: float = Field(default=3.0, ge=0)

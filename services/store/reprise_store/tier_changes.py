@@ -7,7 +7,7 @@ hint: Redis evicts silently, so a block may be gone that is still listed.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from reprise_core.errors import ErrorKind, RepriseError
@@ -16,8 +16,9 @@ from reprise_store.keys import Scope, scope_of
 from reprise_wire.block_transfer import Keyspace, parse_redis_key
 from reprise_wire.store_codec import StoreTier, TierChange, TierUpdate
 
-MAX_KEYSPACES = 256
+MAX_KEYSPACES = 1024
 """Keyspaces followed; past it the one unchanged for longest that nobody watches is forgotten."""
+MAX_WATCHED_KEYSPACES = MAX_KEYSPACES // 2
 MAX_WATCHERS = 64
 CHUNK_BLOCKS = 512
 """Blocks in one message to a watcher, who takes it apart between two steps."""
@@ -68,10 +69,11 @@ class TierChanges:
         self._on_forgotten = on_forgotten
         self.on_restart = on_restart
         self._keyspaces: OrderedDict[Keyspace, _Tracked] = OrderedDict()
+        self._watches: set[TierWatch] = set()
 
     @property
     def num_watchers(self) -> int:
-        return sum(len(tracked.watches) for tracked in self._keyspaces.values())
+        return len(self._watches)
 
     def stored(self, tier: StoreTier, name: str) -> None:
         """`name` is a block's key (`redis_key`). Idempotent; one of an earlier generation is passed over."""
@@ -119,20 +121,24 @@ class TierChanges:
                     self._tell(tracked, name, present=False)
                 tracked.ranks.clear()
 
-    def watch(self, keyspace: Keyspace) -> "TierWatch":
-        """Raises TooManyWatchers. The caller closes it."""
+    def watch(self, *keyspaces: Keyspace) -> "TierWatch":
+        """All of them as if they were one. Raises TooManyWatchers. The caller closes it."""
         if self.num_watchers >= MAX_WATCHERS:
             raise TooManyWatchers(f"{MAX_WATCHERS} watchers, no more")
-        tracked = self._track(keyspace)
-        watch = TierWatch(self, tracked)
-        tracked.watches.add(watch)
+        watched = {keyspace for keyspace, tracked in self._keyspaces.items() if tracked.watches}
+        if len(watched.union(keyspaces)) > MAX_WATCHED_KEYSPACES:
+            raise TooManyWatchers(f"{MAX_WATCHED_KEYSPACES} keyspaces are watched, no more")
+        watch = TierWatch(self, [self._track(keyspace) for keyspace in dict.fromkeys(keyspaces)])
+        self._watches.add(watch)
         return watch
+
+    def unwatch(self, watch: "TierWatch") -> None:
+        self._watches.discard(watch)
 
     def close(self) -> None:
         """Ends every watch."""
-        for tracked in self._keyspaces.values():
-            for watch in list(tracked.watches):
-                watch.close()
+        for watch in list(self._watches):
+            watch.close()
 
     def _track(self, keyspace: Keyspace) -> _Tracked:
         tracked = self._keyspaces.get(keyspace)
@@ -157,9 +163,11 @@ class TierWatch:
     """One watcher: a snapshot, then changes, of which only the last per block is kept (so one that came and
     went is told as gone only)."""
 
-    def __init__(self, changes: TierChanges, tracked: _Tracked) -> None:
+    def __init__(self, changes: TierChanges, tracked: Sequence[_Tracked]) -> None:
         self._changes = changes
         self._tracked = tracked
+        for keyspace in tracked:
+            keyspace.watches.add(self)
         self._pending: OrderedDict[_Name, bool] = OrderedDict()
         self._starts_over = True
         self._closed = False
@@ -180,7 +188,9 @@ class TierWatch:
     def close(self) -> None:
         self._closed = True
         self._arrived.set()
-        self._tracked.watches.discard(self)
+        for keyspace in self._tracked:
+            keyspace.watches.discard(self)
+        self._changes.unwatch(self)
 
     async def updates(self) -> AsyncIterator[TierUpdate]:
         """Until closed. An update with `start` makes everything said before void."""
@@ -198,7 +208,7 @@ class TierWatch:
                 return
 
     def _snapshot(self) -> list[TierChange]:
-        return [TierChange(*name, present=True) for name in self._tracked.present()]
+        return [TierChange(*name, present=True) for keyspace in self._tracked for name in keyspace.present()]
 
     def _take_pending(self) -> list[TierChange]:
         taken = [TierChange(*name, present=present) for name, present in self._pending.items()]

@@ -166,6 +166,15 @@ class TieredStore:
         self.show()
         return generation
 
+    async def settle_generation(self, scope: Scope) -> None:
+        """Asks Redis for it and drops what is of another one. Raises BackendDown or BackendBusy."""
+        assert self._external is not None
+        seen = (await self._external.exists(scope, [])).generation
+        if seen is not None:
+            self._learn(scope, seen)
+        else:
+            await self._ask_generation(scope)  # a write, which a full server refuses
+
     async def sweep_once(self) -> None:
         """Deletes old generations of one scope from Redis, if any wait; called in the background."""
         if self._external is None or not self._sweeps:
@@ -279,9 +288,12 @@ class TieredStore:
         if known is not None and not fresh:
             return known
         try:
-            generation = await self._authority.ensure_generation(scope, self._generations.proposal(scope))
+            return await self._ask_generation(scope)
         except (BackendDown, BackendBusy):
             return self._generations.provisional(scope)
+
+    async def _ask_generation(self, scope: Scope) -> int:
+        generation = await self._authority.ensure_generation(scope, self._generations.proposal(scope))
         return self._learn(scope, generation)
 
     async def _settle(self, scope: Scope, seen: int | None) -> int:

@@ -13,6 +13,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from reprise_core.errors import InvalidInput
+from reprise_core.extra_keys import LoraAdapter
 from reprise_core.models import KvGroup, ModelInfo, WorkerCapacity
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
@@ -20,10 +21,11 @@ from reprise_wire.block_transfer import Keyspace
 from reprise_wire.step_codec import Hello
 from reprise_worker.adapters.scheduler_link import CONDITION, SchedulerLink
 from reprise_worker.adapters.store_link import StoreLink
-from reprise_worker.attention import TorchAttention
+from reprise_worker.attention import AttentionBackend, TorchAttention
 from reprise_worker.fingerprint import model_fingerprint
 from reprise_worker.kv_cache import KvCache
 from reprise_worker.layer_groups import LayerGroup, group_layers
+from reprise_worker.lora_folder import read_adapter
 from reprise_worker.memory import pool_size
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.model import PagedModel, load_model
@@ -92,8 +94,9 @@ class WorkerApp:
         model = load_model(folder, device=_device(settings.device), dtype=settings.dtype)
         backend = TorchAttention()
         model.check(backend, block_size=settings.block_size)
+        adapters = self._load_adapters(model, backend)
         groups = group_layers(model.layers, model.windows, hybrid=settings.hybrid_groups == "auto")
-        info = _model_info(settings, folder, model, groups)
+        info = _model_info(settings, folder, model, groups, adapters)
         kv = KvCache(
             model.layers,
             groups=groups,
@@ -121,6 +124,17 @@ class WorkerApp:
         self.readiness.met("model")
         runner = Runner(model, kv, backend, mover)
         return StepLoop(self._inbox, runner, scheduler, mover, self._metrics)
+
+    def _load_adapters(self, model: PagedModel, backend: AttentionBackend) -> tuple[LoraAdapter, ...]:
+        """Raises BadModel. Their order is the setting's."""
+        settings, adapters = self._settings, []
+        for name, path in settings.adapters:
+            weights = read_adapter(Path(path), max_rank=settings.max_lora_rank)
+            adapter_id = model.add_adapter(weights, backend, block_size=settings.block_size)
+            adapters.append(LoraAdapter(name, adapter_id, path, weights.digest))
+            log.info("adapter loaded", adapter=name, path=path, rank=weights.rank, digest=weights.digest)
+        self._metrics.adapters.set(len(adapters))
+        return tuple(adapters)
 
     def _hello(self, info: ModelInfo, kv: KvCache) -> Hello:
         settings = self._settings
@@ -168,6 +182,7 @@ class WorkerApp:
             kv,
             keyspace=Keyspace(settings.namespace, info.fingerprint, tp_size=settings.world_size),
             rank=settings.rank,
+            adapters=[adapter.digest for adapter in info.adapters],
             limits=TransferLimits(
                 staging_bytes=settings.save_staging_bytes,
                 max_saves_in_flight=settings.max_saves_in_flight,
@@ -202,17 +217,24 @@ def _device(wanted: str) -> torch.device:
 
 
 def _model_info(
-    settings: WorkerSettings, folder: Path, model: PagedModel, groups: Sequence[LayerGroup]
+    settings: WorkerSettings,
+    folder: Path,
+    model: PagedModel,
+    groups: Sequence[LayerGroup],
+    adapters: tuple[LoraAdapter, ...] = (),
 ) -> ModelInfo:
     longest = settings.max_model_len or model.max_model_len
     if not longest:
         raise InvalidInput("max_model_len", "the model names no limit; give the longest sequence in tokens")
     if model.max_model_len and longest > model.max_model_len:
         raise InvalidInput("max_model_len", f"{longest} exceeds the model's limit of {model.max_model_len}")
+    name = settings.model_name or folder.resolve().name
+    if any(adapter.name == name for adapter in adapters):
+        raise InvalidInput("lora_modules", f"{name!r} is the model's own name, must be another")
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dir = Path(settings.fingerprint_cache_dir) if settings.fingerprint_cache_dir else None
     return ModelInfo(
-        name=settings.model_name or folder.resolve().name,
+        name=name,
         path=str(folder.resolve()),
         architecture=model.architecture,
         dtype=dtype,
@@ -228,4 +250,5 @@ def _model_info(
             offload_dtype=settings.kv_offload_dtype,
             groups=groups,
         ),
+        adapters=adapters,
     )

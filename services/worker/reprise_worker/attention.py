@@ -10,14 +10,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from reprise_worker.batch import Batch, DecodeGroup, PrefillSegment
+from reprise_worker.batch import Batch
 from reprise_worker.kv_cache import KvCache
 from reprise_worker.layer_groups import LayerShape
 
 IMPLEMENTATION = "reprise_paged"
 STEP_ARGUMENT = "reprise_step"
+_SCORES_AT_ONCE = 1 << 26
+"""Limit on the scores that are written out, in float32: 0.25 GB, and some copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,44 +116,25 @@ class TorchAttention:
         plan = batch.plan(call.window_tokens, group_id=group_id)
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
         for group in plan.decode:
-            out[0, group.rows] = _decode(call, group, query, keys, values)
+            own = query[0, :, group.rows].transpose(0, 1)[:, :, None]
+            context = (_gather(kv, keys, group.blocks), _gather(kv, values, group.blocks))
+            out[0, group.rows] = _attend(call, own, *context, visible=group.visible)[:, :, 0]
         for segment in plan.prefill:
             rows = slice(segment.start, segment.stop)
-            own = (query[:, :, rows], key[:, :, rows], value[:, :, rows])
-            out[0, rows] = _prefill(call, segment, *own, keys, values)
+            if segment.blocks is None:
+                context = (key[:, :, rows], value[:, :, rows])
+            else:
+                blocks, tokens = segment.blocks[:, None], slice(segment.num_context)
+                context = (_gather(kv, keys, blocks)[:, :, tokens], _gather(kv, values, blocks)[:, :, tokens])
+            out[0, rows] = _attend(call, query[:, :, rows], *context, visible=segment.visible)[0].transpose(
+                0, 1
+            )
         return out
 
 
-def _decode(
-    call: LayerCall, group: DecodeGroup, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    """(group, num_heads, value_dim)"""
-    own = query[0, :, group.rows].transpose(0, 1)[:, :, None]
-    context = (_gather(keys, group.blocks), _gather(values, group.blocks))
-    return _attend(call, own, *context, visible=group.visible)[:, :, 0]
-
-
-def _prefill(
-    call: LayerCall,
-    segment: PrefillSegment,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> torch.Tensor:
-    """(num_new, num_heads, value_dim)"""
-    if segment.blocks is not None:
-        assert segment.visible is not None
-        context = segment.visible.shape[-1]
-        blocks = segment.blocks[:, None]
-        key, value = _gather(keys, blocks)[:, :, :context], _gather(values, blocks)[:, :, :context]
-    return _attend(call, query, key, value, visible=segment.visible)[0].transpose(0, 1)
-
-
-def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _gather(kv: KvCache, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Blocks (group, 1, n) of a layer as (group, num_kv_heads, n * block_size, dim), one copy."""
-    heads = torch.arange(cache.shape[1], device=cache.device)[None, :, None]
+    heads = kv.head_ids[None, : cache.shape[1], None]
     return cache[blocks, heads].flatten(2, 3)
 
 
@@ -162,28 +146,57 @@ def _attend(
     *,
     visible: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(group, num_heads, num_new, value_dim); `visible` None: plain causal over equal lengths."""
-    grouped = query.shape[1] != key.shape[1]
+    """(group, num_heads, num_new, value_dim); `visible` None: causal, the new tokens being the last."""
     if call.softcap is not None or call.sinks is not None:
         return _attend_by_hand(call, query, key, value, visible)
+    num_heads, num_new = query.shape[1], query.shape[2]
+    grouped = num_heads != key.shape[1]
+    if num_new == 1 and grouped:
+        # The heads that share K and V, as tokens of one head: all kernels take that, and read K and V once.
+        folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=visible, scale=call.scale)
+        return out.reshape(query.shape[0], num_heads, 1, -1)
+    if grouped and query.is_cuda and (visible is not None or query.dtype == torch.float32):
+        # The kernel that takes a mask or float32 wants as many heads; else torch would write all scores.
+        key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
+        grouped = False
+    causal = visible is None and num_new == key.shape[2]
+    mask = causal_lower_right(num_new, key.shape[2]) if visible is None and not causal else visible
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, is_causal=visible is None, scale=call.scale, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
     )
+
+
+def _repeat_heads(heads: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return heads.repeat_interleave(num_heads // heads.shape[1], 1)
 
 
 def _attend_by_hand(
     call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """For what torch's attention has no argument for: capped logits and sinks."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    """For what torch's attention has no argument for: capped logits and sinks. Some rows at a time."""
+    num_heads, num_new = query.shape[1], query.shape[2]
+    key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
+    if visible is None:
+        position = torch.arange(key.shape[2], device=query.device)
+        visible = (position <= position[-num_new:, None])[None, None]
+    at_once = max(1, _SCORES_AT_ONCE // (query.shape[0] * num_heads * key.shape[2]))
+    parts = [
+        _attend_rows(call, rows, key, value, seen)
+        for rows, seen in zip(
+            torch.split(query, at_once, dim=2), torch.split(visible, at_once, dim=2), strict=True
+        )
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def _attend_rows(
+    call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     scores = (query @ key.transpose(2, 3)).float() * scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    if visible is None:
-        length = query.shape[2]
-        visible = torch.ones((length, length), dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~visible, float("-inf"))
     if call.sinks is not None:
         sinks = call.sinks.float().reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)

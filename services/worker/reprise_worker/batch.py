@@ -12,6 +12,9 @@ import torch
 
 from reprise_worker.request_state import Ids, RequestState
 
+MAX_GROUP_TOKENS = 65_536
+"""Limit on the contexts of a decode group, if it is not one alone: attention copies their K and V."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -22,6 +25,7 @@ class Segment:
     num_new: int
     tables: tuple[Ids, ...]
     """Per group the blocks that hold tokens [0, num_computed + num_new); of those before a window, any."""
+    adapter_id: int = 0
 
     @property
     def context(self) -> int:
@@ -43,8 +47,9 @@ class PrefillSegment:
 
     start: int
     stop: int
+    num_context: int  # tokens that it reads, its own at the end
     blocks: torch.Tensor | None  # (1, num_blocks), or None: attends to its own tokens only
-    visible: torch.Tensor | None  # (1, 1, num_new, tokens of the blocks), bool, or None: plain causal
+    visible: torch.Tensor | None  # (1, 1, num_new, num_context), bool; None: causal, its own being last
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Batch:
     slot_blocks: tuple[torch.Tensor, ...]  # per group (num_tokens,), where each token's K and V go
     slot_offsets: torch.Tensor  # (num_tokens,)
     sample_rows: torch.Tensor  # (num_sampled,), rows after which a token is drawn
+    begun_blocks: torch.Tensor  # (num_begun,), blocks of which this step fills the first part only
     prompt_rows: torch.Tensor  # (num_prompt_rows,), rows whose logits tell of a prompt's next token
     segments: tuple[Segment, ...]
     block_size: int
@@ -107,6 +113,7 @@ def make_batch(items: Sequence[ScheduledTokens], *, block_size: int, device: tor
     segments: list[Segment] = []
     sample_rows: list[int] = []
     prompt_rows: list[int] = []
+    begun_blocks: list[int] = []
     start = 0
     for item in items:
         context = item.num_computed + item.num_new
@@ -114,9 +121,12 @@ def make_batch(items: Sequence[ScheduledTokens], *, block_size: int, device: tor
         where = np.arange(item.num_computed, context)
         token_ids.append(item.state.tokens.view[item.num_computed : context])
         positions.append(where)
+        newest, num_used = divmod(context, block_size)
+        begins = num_used and item.num_computed <= newest * block_size
         for slots, table in zip(slot_blocks, tables, strict=True):
             slots.append(table[where // block_size])
-        segments.append(Segment(start, item.num_computed, item.num_new, tables))
+            begun_blocks += [table[newest]] if begins else []
+        segments.append(Segment(start, item.num_computed, item.num_new, tables, item.state.adapter_id))
         prompt_rows += range(start, start + item.num_prompt_rows)
         start += item.num_new
         if item.sample:
@@ -128,6 +138,7 @@ def make_batch(items: Sequence[ScheduledTokens], *, block_size: int, device: tor
         slot_blocks=tuple(_tensor(np.concatenate(slots), device) for slots in slot_blocks),
         slot_offsets=_tensor(flat_positions % block_size, device),
         sample_rows=_tensor(np.array(sample_rows, dtype=np.int64), device),
+        begun_blocks=_tensor(np.array(begun_blocks, dtype=np.int64), device),
         prompt_rows=_tensor(np.array(prompt_rows, dtype=np.int64), device),
         segments=tuple(segments),
         block_size=block_size,
@@ -136,7 +147,10 @@ def make_batch(items: Sequence[ScheduledTokens], *, block_size: int, device: tor
 
 
 def _tensor(ids: Ids, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(ids)).to(device)
+    tensor = torch.from_numpy(np.ascontiguousarray(ids))
+    if device.type == "cuda":  # from pageable memory each copy would wait for the device
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def _make_plan(batch: Batch, group_id: int, window_tokens: int | None) -> AttentionPlan:
@@ -149,8 +163,13 @@ def _make_plan(batch: Batch, group_id: int, window_tokens: int | None) -> Attent
             groups.setdefault(_rounded(num_blocks), []).append(segment)
         else:
             prefill.append(_prefill(segment, batch, group_id, window_tokens))
-    decode = tuple(_decode_group(groups[size], batch, group_id, window_tokens) for size in sorted(groups))
-    return AttentionPlan(decode, tuple(prefill))
+    decode = []
+    for size in sorted(groups):
+        at_once = max(1, MAX_GROUP_TOKENS // (size * batch.block_size))
+        for first in range(0, len(groups[size]), at_once):
+            part = groups[size][first : first + at_once]
+            decode.append(_decode_group(part, batch, group_id, window_tokens))
+    return AttentionPlan(tuple(decode), tuple(prefill))
 
 
 def _rounded(num_blocks: int) -> int:
@@ -175,39 +194,40 @@ def _decode_group(
     blocks = np.zeros((len(segments), width), dtype=np.int64)
     for row, (table, first) in enumerate(zip(tables, firsts, strict=True)):
         blocks[row, : len(table) - first] = table[first:]
-    newest = np.array([segment.num_computed for segment in segments])[:, None]
-    position = np.array(firsts)[:, None] * batch.block_size + np.arange(width * batch.block_size)
-    visible = _visible(position, newest, window_tokens)
-    rows = np.array([segment.start for segment in segments])
+    starts = [first * batch.block_size for first in firsts]
+    newest = [segment.num_computed - start for segment, start in zip(segments, starts, strict=True)]
+    rows = [segment.start for segment in segments]
+    where = _tensor(np.array([rows, newest]), batch.device)
+    position = torch.arange(width * batch.block_size, device=batch.device)
     return DecodeGroup(
-        rows=_tensor(rows, batch.device),
+        rows=where[0],
         blocks=_tensor(blocks, batch.device)[:, None],
-        visible=torch.from_numpy(visible).to(batch.device)[:, None, None],
+        visible=_visible(position, where[1][:, None], window_tokens)[:, None, None],
     )
 
 
 def _prefill(segment: Segment, batch: Batch, group_id: int, window_tokens: int | None) -> PrefillSegment:
     stop = segment.start + segment.num_new
     unbounded = window_tokens is None or segment.context <= window_tokens
-    if segment.num_computed == 0 and unbounded:
-        return PrefillSegment(segment.start, stop, None, None)
     first = _first_block(segment, window_tokens, batch.block_size)
-    newest = np.arange(segment.num_computed, segment.context)[:, None]
-    visible = _visible(np.arange(first * batch.block_size, segment.context), newest, window_tokens)
-    blocks = segment.tables[group_id][first:]
+    start = first * batch.block_size
+    blocks = _tensor(segment.tables[group_id][first:], batch.device)[None] if segment.num_computed else None
+    # A GPU's kernels need no mask where all that is before is seen; a CPU's do if there is a context.
+    plain = unbounded and (blocks is None or batch.device.type == "cuda")
+    position = torch.arange(segment.context - start, device=batch.device)
+    visible = None if plain else _visible(position, position[-segment.num_new :, None], window_tokens)
     return PrefillSegment(
         start=segment.start,
         stop=stop,
-        blocks=_tensor(blocks, batch.device)[None] if segment.num_computed else None,
-        visible=torch.from_numpy(visible).to(batch.device)[None, None],
+        num_context=segment.context - start,
+        blocks=blocks,
+        visible=None if visible is None else visible[None, None],
     )
 
 
-def _visible(
-    position: Ids, newest: Ids, window_tokens: int | None
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _visible(position: torch.Tensor, newest: torch.Tensor, window_tokens: int | None) -> torch.Tensor:
     """Which positions a token at `newest` sees: up to itself, and within the window."""
     visible = position <= newest
     if window_tokens is not None:
         visible &= position > newest - window_tokens
-    return np.asarray(visible)
+    return visible

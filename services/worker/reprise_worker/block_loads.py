@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from reprise_core.ids import BlockHash
 from reprise_core.steps import BlockLoad, LoadReport, TransferMeasure, TransferReport, pack_ids, unpack_ids
 from reprise_runtime.shared_memory import Memory, read_into
-from reprise_wire.block_codec import HEADER_NBYTES, BadBlock, check_header, check_payload, decode_block
+from reprise_wire.block_codec import (
+    HEADER_NBYTES,
+    BadBlock,
+    BlockFormat,
+    check_header,
+    check_payload,
+    decode_block,
+)
 from reprise_wire.block_transfer import BlockKey, Place, TransferHeader, TransferKind, encode_transfer
 from reprise_worker.fp8_values import Fp8Values
 from reprise_worker.kv_cache import KvCache
@@ -70,6 +77,7 @@ class BlockLoads:
         kv: KvCache,
         wire: StoreWire,
         *,
+        formats: Sequence[BlockFormat],
         fp8: Fp8Values | None,
         max_pending: int,
         max_blocks_in_flight: int,
@@ -78,6 +86,7 @@ class BlockLoads:
         report: Callable[[bytes, TransferReport], None],
         clock: Callable[[], float],
     ) -> None:
+        """`formats`: of values, by adapter id."""
         self._kv = kv
         self._wire = wire
         self._max_pending = max_pending
@@ -86,9 +95,8 @@ class BlockLoads:
         self._metrics = metrics
         self._report = report
         self._clock = clock
-        plain = kv.block_format(wire.fingerprint)
+        self._formats = formats
         self._fp8 = fp8
-        self._format = plain if fp8 is None else fp8.format(plain)
         self._lock = threading.Lock()
         self._session = b""
         self._new: deque[_Load] = deque()
@@ -198,14 +206,16 @@ class BlockLoads:
     def _ask_blocks(self, send: Send) -> bool:
         """Sends one LOAD message; False when there is nothing to ask or no way to."""
         in_flight = sum(len(asked.keys) for asked in self._asked.values())
-        room = min(self._wire.blocks_per_message, self._max_blocks_in_flight - in_flight)
+        room = min(self._wire.blocks_per_load, self._max_blocks_in_flight - in_flight)
         job = next((job for job in self._jobs if job.num_asked < len(job.block_ids)), None)
         if job is None or room <= 0:
             return False
         first = job.num_asked
         hashes = job.load.block_hashes[first : first + room]
         keys = tuple(self._wire.key(job.load.group_id, block_hash) for block_hash in hashes)
-        header = self._wire.header(TransferKind.LOAD, keys, job.load.generation)
+        header = self._wire.header(
+            TransferKind.LOAD, keys, job.load.generation, adapter_id=job.load.adapter_id
+        )
         if not send([encode_transfer(header)]):
             return False
         self._asked[header.transfer_id] = _AskedBlocks(job, first, keys)
@@ -236,7 +246,7 @@ class BlockLoads:
         if not place.nbytes:
             raise BadBlock("missing", "no tier of the store has it")
         if frame is not None:
-            payload = decode_block(frame, block_hash=block_hash, format=self._format)
+            payload = decode_block(frame, block_hash=block_hash, format=self._formats[job.load.adapter_id])
             self._write(job, block_id, payload)
             return
         if self._wire.memory is None:
@@ -249,14 +259,14 @@ class BlockLoads:
     def _fill_from(
         self, memory: Memory, job: _Load, block_id: int, block_hash: BlockHash, place: Place
     ) -> None:
-        header = bytearray(HEADER_NBYTES)
+        header, format = bytearray(HEADER_NBYTES), self._formats[job.load.adapter_id]
         block = self._kv.block_memory(block_id) if self._fp8 is None else None
-        payload = block if block is not None else memoryview(bytearray(self._format.payload_nbytes))
+        payload = block if block is not None else memoryview(bytearray(format.payload_nbytes))
         fits = place.nbytes == HEADER_NBYTES + len(payload)
         with self._lock:
             self._check_session(job)
             read_into(memory, place.offset, [header, payload] if fits else [header])
-        check_header(header, format=self._format, value_nbytes=place.nbytes)  # raises unless it fits
+        check_header(header, format=format, value_nbytes=place.nbytes)  # raises unless it fits
         check_payload(header, payload, block_hash=block_hash)
         if block is None:
             self._write(job, block_id, payload)

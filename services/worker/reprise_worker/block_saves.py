@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reprise_core.steps import BlockSave, TransferMeasure
-from reprise_wire.block_codec import HEADER_NBYTES, encode_header
+from reprise_wire.block_codec import HEADER_NBYTES, BlockFormat, encode_header
 from reprise_wire.block_transfer import TransferHeader, TransferKind, encode_transfer
 from reprise_worker.fp8_values import Fp8Values
 from reprise_worker.kv_cache import KvCache
@@ -47,6 +47,7 @@ class BlockSaves:
         wire: StoreWire,
         staging: Staging,
         *,
+        formats: Sequence[BlockFormat],
         fp8: Fp8Values | None,
         max_in_flight: int,
         timeout_s: float,
@@ -54,7 +55,9 @@ class BlockSaves:
         report: Callable[[TransferMeasure], None],
         clock: Callable[[], float],
     ) -> None:
-        """`report` hears of every block that was staged, once, when it is known what came of it."""
+        """`formats`: of values, by adapter id.
+
+        `report` hears of every block that was staged, once, when it is known what came of it."""
         self._kv = kv
         self._wire = wire
         self._staging = staging
@@ -63,9 +66,8 @@ class BlockSaves:
         self._metrics = metrics
         self._report = report
         self._clock = clock
-        plain = kv.block_format(wire.fingerprint)
+        self._formats = formats
         self._fp8 = fp8
-        self._format = plain if fp8 is None else fp8.format(plain)
         self._lock = threading.Lock()
         self._staged: deque[_Staged] = deque()
         self._sent: dict[int, _Sent] = {}
@@ -134,20 +136,23 @@ class BlockSaves:
         self._give_back([item.row for item in dropped])
 
     def _send_one(self, send: Send, now_s: float) -> bool:
-        """Sends one SAVE message of one generation; False when there is nothing or no way to."""
+        """Sends one SAVE message of one keyspace and generation; False when there is nothing or no way to."""
         in_flight = sum(sent.num_blocks for sent in self._sent.values())
-        room = min(self._wire.blocks_per_message, self._max_in_flight - in_flight)
+        room = min(self._wire.blocks_per_save, self._max_in_flight - in_flight)
         with self._lock:
-            staged = _same_generation(self._staged, room)
+            staged = _alike(self._staged, room)
         if not staged:
             return False
         keys = tuple(self._wire.key(item.save.group_id, item.save.block_hash) for item in staged)
         values = [self._value(item) for item in staged]
         rows = [item.row for item in staged]
         shared = self._wire.memory is not None and self._staging.memory is not None
-        nbytes = self._format.payload_nbytes
+        nbytes = self._formats[0].payload_nbytes
         places = tuple(self._staging.place(row, nbytes) for row in rows) if shared else ()
-        header = self._wire.header(TransferKind.SAVE, keys, staged[0].save.generation, places=places)
+        first = staged[0].save
+        header = self._wire.header(
+            TransferKind.SAVE, keys, first.generation, adapter_id=first.adapter_id, places=places
+        )
         if not send([encode_transfer(header), *([] if shared else values)]):
             return False
         with self._lock:
@@ -161,12 +166,13 @@ class BlockSaves:
 
     def _value(self, item: _Staged) -> memoryview:
         """The staged block as it is stored, with its header written before it."""
-        value = self._staging.value(item.row, self._format.payload_nbytes)
+        format = self._formats[item.save.adapter_id]
+        value = self._staging.value(item.row, format.payload_nbytes)
         if not item.encoded:
             if self._fp8 is not None:
                 self._fp8.encode(self._staging.block(item.row))
             value[:HEADER_NBYTES] = encode_header(
-                value[HEADER_NBYTES:], block_hash=item.save.block_hash, format=self._format
+                value[HEADER_NBYTES:], block_hash=item.save.block_hash, format=format
             )
             item.encoded = True
         return value
@@ -189,11 +195,12 @@ class BlockSaves:
         self._metrics.staging_blocks_used.set(self._staging.num_used)
 
 
-def _same_generation(staged: deque[_Staged], limit: int) -> list[_Staged]:
-    """The first staged saves, as many as share the first one's generation, at most `limit`."""
+def _alike(staged: deque[_Staged], limit: int) -> list[_Staged]:
+    """The first staged saves, as many as share the first one's generation and adapter, at most `limit`."""
     taken: list[_Staged] = []
     for item in staged:
-        if len(taken) >= limit or item.save.generation != staged[0].save.generation:
+        save, first = item.save, staged[0].save
+        if len(taken) >= limit or (save.generation, save.adapter_id) != (first.generation, first.adapter_id):
             break
         taken.append(item)
     return taken

@@ -5,9 +5,11 @@ token, key_dim] and then V as [kv_head, token, value_dim], contiguous. So one bl
 store as one run of bytes, and the inner order is what decode kernels like. K and V dimensions may differ,
 also between layers.
 
-Memory is zeroed: a masked position contributes weight 0, and 0 times a stray NaN would be NaN.
+Memory is zeroed, and so is a block that a step begins and does not fill: a masked position contributes weight
+0, and 0 times a NaN that an earlier request or a failed load has left there would be NaN.
 """
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,10 +59,12 @@ class KvCache:
         self.dtype = dtype
         self._bytes = self._slabs.view(torch.uint8)
         self._host_bytes = self._bytes.numpy() if device.type == "cpu" else None
-        # Loads run beside the step, on a stream of their own.
+        # Loads run beside the step, on a stream of their own, by way of one pinned block.
         self._load_stream: torch.cuda.Stream | None = None
+        self._load_lock = threading.Lock()
         if device.type == "cuda":
             self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._load_row = torch.empty(self.block_nbytes, dtype=torch.uint8, pin_memory=True)
         place_of = {
             layer: (number, place)
             for number, group in enumerate(self.groups)
@@ -70,6 +74,8 @@ class KvCache:
         views = self._views(numel)
         self.keys = [views[place_of[layer][1]][0] for layer in range(len(layers))]
         self.values = [views[place_of[layer][1]][1] for layer in range(len(layers))]
+        self.head_ids = torch.arange(max(place.num_kv_heads for place in self.places), device=device)
+        """To gather blocks by; made once."""
 
     def _views(self, numel: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V at each place of all slabs."""
@@ -87,6 +93,17 @@ class KvCache:
 
     def copy_block(self, source: int, target: int) -> None:
         self._slabs[target].copy_(self._slabs[source])
+
+    def clear_blocks(self, blocks: torch.Tensor) -> None:
+        """`blocks`: their ids, on the device."""
+        if len(blocks):
+            self._slabs.index_fill_(0, blocks, 0)
+
+    def settle(self) -> None:
+        """Waits for the steps and copies that this thread has given to the device. A load knows nothing of
+        them: started before, it might be overwritten by one that is still queued."""
+        if self._load_stream is not None:
+            torch.cuda.current_stream(self._slabs.device).synchronize()
 
     def export_block(self, block_id: int, out: torch.Tensor, *, group_id: int = 0) -> None:
         """Copies a block's bytes into `out`, (block_nbytes,) uint8 in host memory; done on return. Places
@@ -120,16 +137,17 @@ class KvCache:
 
     def import_block(self, block_id: int, payload: memoryview) -> None:
         """Fills a block with bytes that `export_block` gave; done on return. Any thread may call it,
-        as long as no step uses the block."""
+        as long as no step uses the block: one that did is over, as `settle` says."""
         data = np.frombuffer(payload, dtype=np.uint8)
         assert data.nbytes == self.block_nbytes
         if self._load_stream is None:
             assert self._host_bytes is not None
             np.copyto(self._host_bytes[block_id], data)
             return
-        with torch.cuda.stream(self._load_stream):
-            self._bytes[block_id].copy_(torch.from_numpy(data.copy()))
-        self._load_stream.synchronize()
+        with self._load_lock, torch.cuda.stream(self._load_stream):
+            np.copyto(self._load_row.numpy(), data)
+            self._bytes[block_id].copy_(self._load_row, non_blocking=True)
+            self._load_stream.synchronize()
 
 
 def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -4,11 +4,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from reprise_core.errors import InvalidInput
 from reprise_worker import attention
-from reprise_worker.batch import ScheduledTokens, make_batch
+from reprise_worker.batch import MAX_GROUP_TOKENS, ScheduledTokens, make_batch
 from reprise_worker.kv_cache import KvCache, block_nbytes
 from reprise_worker.layer_groups import LayerGroup
 from reprise_worker.model import PagedModel
@@ -17,6 +18,7 @@ from reprise_worker.settings import GIB, WorkerSettings
 
 _CPU_SHARE = 4
 _CPU_LIMIT_BYTES = 4 * GIB
+_SCRATCH_BLOCKS = 64
 
 
 def pool_size(
@@ -76,24 +78,23 @@ def _cuda_budget(settings: WorkerSettings, model: PagedModel, backend: attention
 
 
 def _run_full_step(settings: WorkerSettings, model: PagedModel, backend: attention.AttentionBackend) -> None:
-    """A step of as many tokens as allowed in sequences as long as allowed, over a scratch cache
-    of one sequence: what is written there does not matter."""
+    """A step of as many tokens as allowed, at the end of sequences as long as allowed, beside as many decodes
+    as attention takes at once. It runs over a scratch cache of few blocks, used again and again: what is
+    written there does not matter."""
     step_tokens = settings.step_tokens(on_cuda=model.device.type == "cuda")
-    longest = min(settings.max_model_len or model.max_model_len or step_tokens, step_tokens)
-    blocks = range(1, 1 - (-longest // settings.block_size))
+    longest = settings.max_model_len or model.max_model_len or step_tokens
     kv = KvCache(
         model.layers,
-        num_blocks=len(blocks) + 1,
+        num_blocks=_SCRATCH_BLOCKS,
         block_size=settings.block_size,
         dtype=model.dtype,
         device=model.device,
     )
+    table = np.resize(np.arange(1, kv.num_blocks), -(-longest // settings.block_size))
+    state = RequestState.scratch(tokens=IdList(np.zeros(longest, dtype=np.int64)), blocks=IdList(table))
     items = []
     for start in range(0, step_tokens, longest):
-        length = min(longest, step_tokens - start)
-        items.append(ScheduledTokens(_scratch_request(length, blocks), 0, length, True))
+        num_new = min(longest, step_tokens - start)
+        items.append(ScheduledTokens(state, longest - num_new, num_new, True))
+    items += [ScheduledTokens(state, longest - 1, 1, True)] * max(1, MAX_GROUP_TOKENS // longest)
     model.forward(make_batch(items, block_size=settings.block_size, device=model.device), kv, backend)
-
-
-def _scratch_request(length: int, blocks: range) -> RequestState:
-    return RequestState.scratch(tokens=IdList([0] * length), blocks=IdList(blocks))

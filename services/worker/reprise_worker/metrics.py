@@ -22,6 +22,7 @@ class WorkerMetrics:
         self.tokens_computed = counter("tokens_computed", "Tokens run through the model.")
         self.tokens_sampled = counter("tokens_sampled", "Tokens drawn.")
         self.requests = gauge("requests", "Requests that the worker holds state of.")
+        self.adapters = gauge("adapters", "LoRA adapters served beside the model.")
         self.kv_blocks = gauge("kv_blocks", "Blocks of the pool, the null block included.")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the pool.")
         self.sessions = counter("sessions", "Sessions opened with a scheduler.")

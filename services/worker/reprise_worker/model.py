@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 from reprise_worker import attention
 from reprise_worker.batch import Batch, ScheduledTokens, make_batch
 from reprise_worker.kv_cache import KvCache
+from reprise_worker.lora_folder import LoraWeights
+from reprise_worker.lora_layers import LoraLayers, NotEveryToken, adapter_rows
 from reprise_worker.model_folder import BadModel
 from reprise_worker.request_state import IdList, RequestState
 
@@ -66,11 +68,16 @@ class PagedModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = self.config.vocab_size
+        self._adapters = LoraLayers(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         probe = self._probe_layers()
         self.layers = tuple(probe.layers[layer] for layer in range(probe.num_calls))
         self.windows = tuple(probe.windows[layer] for layer in range(probe.num_calls))
         """Per layer the tokens that it sees, itself included; None = all."""
+
+    @property
+    def num_adapters(self) -> int:
+        return self._adapters.num_adapters
 
     @property
     def max_model_len(self) -> int:
@@ -88,8 +95,10 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KvCache, backend: attention.AttentionBackend) -> torch.Tensor:
         """Logits of the batch's `logit_rows`, (rows, vocab)."""
+        kv.clear_blocks(batch.begun_blocks)
         step = attention.PagedStep(batch, kv, backend)
-        return self._call(batch.token_ids, batch.positions, batch.logit_rows, step)
+        with self._adapters.applied(adapter_rows(batch), batch.token_ids.shape[1]):
+            return self._call(batch.token_ids, batch.positions, batch.logit_rows, step)
 
     def _call(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, step: object
@@ -128,32 +137,60 @@ class PagedModel:
 
     def check(self, backend: attention.AttentionBackend, *, block_size: int) -> None:
         """Raises BadModel unless packed, paged passes give the logits of separate plain ones."""
+        problem = self._difference((0, 0, 0), backend, block_size)
+        if problem:
+            raise self._unsupported(problem)
+
+    def add_adapter(
+        self, weights: LoraWeights, backend: attention.AttentionBackend, *, block_size: int
+    ) -> int:
+        """Its id, from 1. Raises BadModel unless packed passes give each request what it gets alone."""
+        adapter_id = self._adapters.add(weights)
+        try:
+            problem = self._difference((adapter_id, 0, adapter_id), backend, block_size)
+        except NotEveryToken as error:
+            problem = f"a layer that it targets is not given every token ({error})"
+        if problem:
+            raise BadModel(f"adapter {weights.folder} is not supported: {problem}")
+        return adapter_id
+
+    def _difference(
+        self, adapter_ids: Sequence[int], backend: attention.AttentionBackend, block_size: int
+    ) -> str:
+        """Between three sequences with these adapters, packed, and each alone; empty = none."""
         generator = np.random.Generator(np.random.Philox(key=7))
         sequences = [generator.integers(0, self.vocab_size, length) for length in (21, 13, 2)]
-        expected = torch.stack([self._plain_logits(sequence) for sequence in sequences])
-        actual = self._paged_logits(sequences, backend, block_size)
+        expected = torch.stack([self._plain_logits(*one) for one in zip(sequences, adapter_ids, strict=True)])
+        actual = self._paged_logits(sequences, adapter_ids, backend, block_size)
         if not torch.isfinite(actual).all():
-            raise self._unsupported("its logits are not finite")
+            return "its logits are not finite"
         worst = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
         if worst > _TOLERANCE[self.dtype]:
-            raise self._unsupported(f"packed requests change each other's logits (by {worst:.1%})")
+            return f"packed requests change each other's logits (by {worst:.1%})"
+        return ""
 
     def _unsupported(self, why: str) -> BadModel:
         return BadModel(f"architecture {self.architecture} is not supported: {why}")
 
     @torch.inference_mode()
-    def _plain_logits(self, sequence: np.ndarray[Any, Any]) -> torch.Tensor:
+    def _plain_logits(self, sequence: np.ndarray[Any, Any], adapter_id: int) -> torch.Tensor:
         """Last-token logits by transformers' own attention, without a cache."""
+        rows = [(adapter_id, slice(None))] if adapter_id else []
         self.hf.set_attn_implementation("eager")
         try:
             tokens = torch.from_numpy(sequence)[None].to(self.device)
-            logits: torch.Tensor = self.hf(input_ids=tokens, use_cache=False).logits[0, -1]
+            with self._adapters.applied(rows, len(sequence)):
+                logits: torch.Tensor = self.hf(input_ids=tokens, use_cache=False).logits[0, -1]
             return logits.float()
         finally:
             self.hf.set_attn_implementation(attention.IMPLEMENTATION)
 
     def _paged_logits(
-        self, sequences: Sequence[np.ndarray[Any, Any]], backend: attention.AttentionBackend, block_size: int
+        self,
+        sequences: Sequence[np.ndarray[Any, Any]],
+        adapter_ids: Sequence[int],
+        backend: attention.AttentionBackend,
+        block_size: int,
     ) -> torch.Tensor:
         """The same logits in two packed passes: all but the last token, then the last ones."""
         per_sequence = -(-max(map(len, sequences)) // block_size)
@@ -168,8 +205,9 @@ class PagedModel:
             RequestState.scratch(
                 tokens=IdList(sequence),
                 blocks=IdList(range(1 + index * per_sequence, 1 + (index + 1) * per_sequence)),
+                adapter_id=adapter_id,
             )
-            for index, sequence in enumerate(sequences)
+            for index, (sequence, adapter_id) in enumerate(zip(sequences, adapter_ids, strict=True))
         ]
         first = [ScheduledTokens(state, 0, len(state.tokens) - 1, False) for state in states]
         last = [ScheduledTokens(state, len(state.tokens) - 1, 1, True) for state in states]

@@ -49,6 +49,8 @@ class RequestState:
     banned_token_ids: tuple[int, ...]
     seed: int
     """The request's own, or drawn here; noise for output token i is a function of (seed, i)."""
+    adapter_id: int = 0
+    """0 = none."""
 
     @classmethod
     def from_added(cls, added: AddedRequest) -> "RequestState":
@@ -61,12 +63,14 @@ class RequestState:
             sampling=sampling,
             banned_token_ids=tuple(unpack_ids(sampling.banned_token_ids)),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            adapter_id=added.adapter_id,
         )
 
     @classmethod
-    def scratch(cls, *, tokens: IdList, blocks: IdList) -> "RequestState":
+    def scratch(cls, *, tokens: IdList, blocks: IdList, adapter_id: int = 0) -> "RequestState":
         """A greedy request of ours, for trial runs over a cache of one group."""
-        return cls(0, tokens, len(tokens), [blocks], WorkerSampling(0.0, 1.0, 0, None), (), 0)
+        greedy = WorkerSampling(0.0, 1.0, 0, None)
+        return cls(0, tokens, len(tokens), [blocks], greedy, (), 0, adapter_id)
 
     @property
     def num_output_tokens(self) -> int:

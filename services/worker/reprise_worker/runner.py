@@ -1,7 +1,7 @@
 """Executes step plans, one after another, in the order that `reprise_core.steps` documents."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from reprise_core.errors import DataLoss
@@ -76,8 +76,10 @@ class Runner:
             self._kv.copy_block(source, target)
         self._requests.update(added)
         if plan.loads:
+            self._kv.settle()
             self._mover.load(plan.loads)
         handles, token_ids, logprobs = self._compute(plan.scheduled)
+        self._kv.settle()  # a step that drew nothing may still be queued
         self._last_step_id = plan.step_id
         return StepResult(
             step_id=plan.step_id,
@@ -124,6 +126,7 @@ class Runner:
             raise BadPlan(f"step {plan.step_id} names groups outside [0, {self._num_groups})")
         for _, *blocks in plan.copies:
             self._check_blocks(blocks)
+        self._check_adapters([*plan.saves, *plan.loads, *plan.added])
         self._check_blocks([save.block_id for save in plan.saves])
         for load in plan.loads:
             blocks = _unpack(load.block_ids)
@@ -183,6 +186,11 @@ class Runner:
                 lengths = [length + len(ids) for length, ids in zip(lengths, new_blocks, strict=True)]
             if context > min(lengths) * self._kv.block_size:
                 raise BadPlan(f"{context} tokens do not fit the block table of handle {entry.handle}")
+
+    def _check_adapters(self, entries: Iterable[BlockSave | BlockLoad | AddedRequest]) -> None:
+        for entry in entries:
+            if not 0 <= entry.adapter_id <= self._model.num_adapters:
+                raise BadPlan(f"adapter {entry.adapter_id}, this worker has {self._model.num_adapters}")
 
     def _check_blocks(self, block_ids: Sequence[int], lowest: int = 1) -> None:
         if block_ids and not lowest <= min(block_ids) <= max(block_ids) < self._kv.num_blocks:

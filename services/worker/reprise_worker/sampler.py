@@ -13,6 +13,9 @@ import torch
 
 # Below this a distribution is its maximum, and dividing by it would overflow.
 GREEDY_BELOW_TEMPERATURE = 1e-5
+ROWS_AT_ONCE = {"cpu": 1, "cuda": 32}
+"""A CPU is fastest with what stays in its caches. A GPU with many rows, up to a limit on the float64 copies:
+some six of them times the vocabulary are 0.25 GB for 152,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +45,54 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """`logits`: (len(draws), vocab). May write into `logits`."""
     if not draws:
         return []
-    for row, draw in enumerate(draws):
-        if draw.banned_token_ids:
-            logits[row, list(draw.banned_token_ids)] = float("-inf")
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()
-    for row, draw in enumerate(draws):
-        if not draw.greedy:
-            token_ids[row] = _draw(logits[row], draw)
-    return token_ids
+    banned = [(row, token_id) for row, draw in enumerate(draws) for token_id in draw.banned_token_ids]
+    if banned:
+        rows, token_ids = torch.tensor(banned, device=logits.device).unbind(dim=1)
+        logits[rows, token_ids] = float("-inf")
+    chosen: list[int] = logits.argmax(dim=-1).tolist()
+    random_rows = [row for row, draw in enumerate(draws) if not draw.greedy]
+    at_once = ROWS_AT_ONCE[logits.device.type]
+    for start in range(0, len(random_rows), at_once):
+        rows_here = random_rows[start : start + at_once]
+        drawn = _draw(logits[rows_here], [draws[row] for row in rows_here])
+        for row, token_id in zip(rows_here, drawn, strict=True):
+            chosen[row] = token_id
+    return chosen
 
 
-def _draw(logits: torch.Tensor, draw: Draw) -> int:
+def _draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Inverse of the cumulative distribution, in vocabulary order, in float64."""
-    weights = torch.softmax(logits.double() / draw.temperature, dim=-1)
-    if 0 < draw.top_k < weights.numel():
-        threshold = weights.topk(draw.top_k).values[-1]
-        weights = torch.where(weights >= threshold, weights, 0.0)
-    if draw.top_p < 1.0:
-        weights = _keep_top_p(weights, draw.top_p)
+    temperatures, targets = logits.new_tensor(
+        [[draw.temperature for draw in draws], [uniform(draw.seed, draw.output_index) for draw in draws]],
+        dtype=torch.float64,
+    )
+    weights = torch.softmax(logits.double() / temperatures[:, None], dim=-1)
+    vocab_size = weights.shape[1]
+    cut = [row for row, draw in enumerate(draws) if 0 < draw.top_k < vocab_size]
+    if cut:
+        weights[cut] = _keep_top_k(weights[cut], [draws[row].top_k for row in cut])
+    cut = [row for row, draw in enumerate(draws) if draw.top_p < 1.0]
+    if cut:
+        weights[cut] = _keep_top_p(weights[cut], [draws[row].top_p for row in cut])
     cumulative = weights.cumsum(dim=-1)
-    target = uniform(draw.seed, draw.output_index) * cumulative[-1]
-    index = int(torch.searchsorted(cumulative, target, right=True))
+    indices = torch.searchsorted(cumulative, targets[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    drawn: list[int] = indices.tolist()
     # Rounding may put the target at the very end, behind the last token that has weight.
-    return index if index < weights.numel() else int(weights.nonzero()[-1])
+    last = {row: int(weights[row].nonzero()[-1]) for row, index in enumerate(drawn) if index == vocab_size}
+    return [last.get(row, index) for row, index in enumerate(drawn)]
 
 
-def _keep_top_p(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest most probable tokens whose share reaches `top_p`; at least one."""
-    ordered, order = weights.sort(descending=True, stable=True)
+def _keep_top_k(weights: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
+    """Each row's `top_k` largest; those equal to the last of them stay too."""
+    ordered = weights.topk(max(top_k)).values
+    thresholds = ordered.gather(1, torch.tensor(top_k, device=weights.device)[:, None] - 1)
+    return torch.where(weights >= thresholds, weights, 0.0)
+
+
+def _keep_top_p(weights: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
+    """Each row's fewest most probable tokens whose share reaches `top_p`; at least one."""
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
-    dropped = before >= top_p * ordered.sum()
-    dropped[0] = False
-    return weights.index_fill(0, order[dropped], 0.0)
+    dropped = before >= weights.new_tensor(top_p)[:, None] * ordered.sum(dim=-1, keepdim=True)
+    dropped[:, 0] = False
+    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill_(dropped, 0.0))

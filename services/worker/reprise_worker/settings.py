@@ -2,9 +2,10 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from reprise_runtime.settings import ServiceSettings, settings_config
+from reprise_worker.lora_modules import LoraModule, read_lora_modules
 
 GIB = 1024**3
 MIB = 1024**2
@@ -37,6 +38,11 @@ class WorkerSettings(ServiceSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on a CPU, the checkpoint's own on CUDA."""
+    lora_modules: str = ""
+    """Adapters (folders in PEFT's format) by the names that clients ask for: NAME=PATH,NAME=PATH or a JSON
+    list of objects with name and path. Name and path are part of the block hashes, as they stand here."""
+    max_lora_rank: int = Field(default=16, ge=1)
+    """Of any adapter."""
     max_model_len: int = Field(default=0, ge=0)
     """Longest sequence in tokens; 0: the model's own limit."""
     max_num_batched_tokens: int = Field(default=0, ge=0)
@@ -74,6 +80,16 @@ class WorkerSettings(ServiceSettings):
     """Blocks asked from the store and not yet answered, over all loads."""
     fingerprint_cache_dir: str = ""
     """Where the digest of the weights is kept when the model folder is read-only; empty: nowhere."""
+
+    @model_validator(mode="after")
+    def _check_lora_modules(self) -> "WorkerSettings":
+        _ = self.adapters
+        return self
+
+    @property
+    def adapters(self) -> tuple[LoraModule, ...]:
+        """What `lora_modules` says."""
+        return read_lora_modules(self.lora_modules)
 
     def step_tokens(self, *, on_cuda: bool) -> int:
         """Most tokens of one step."""

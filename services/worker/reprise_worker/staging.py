@@ -27,10 +27,11 @@ class Staging:
         self.num_rows = max(1, staging_bytes // self._row_nbytes)
         self.memory: Memory | None = None
         """What of it a store may read; None: nothing."""
-        self._rows = self._share() if shared and not pinned else None
-        if self._rows is None:
-            shape = (self.num_rows, self._row_nbytes)
-            self._rows = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+        rows = self._share() if shared and not pinned else None
+        if rows is None:
+            rows = torch.empty((self.num_rows, self._row_nbytes), dtype=torch.uint8, pin_memory=pinned)
+        self._rows = rows
+        self._bytes = rows.numpy()
         self._lock = threading.Lock()
         self._free = list(reversed(range(self.num_rows)))  # the lowest first: few rows are ever touched
         self._num_touched = 0
@@ -53,19 +54,14 @@ class Staging:
 
     def block(self, row: int) -> torch.Tensor:
         """(block_nbytes,) uint8, in host memory."""
-        return self._tensor[row, HEADER_NBYTES : HEADER_NBYTES + self._block_nbytes]
+        return self._rows[row, HEADER_NBYTES : HEADER_NBYTES + self._block_nbytes]
 
     def value(self, row: int, payload_nbytes: int) -> memoryview:
         """The header, and as much as is to be stored."""
-        return self._tensor[row, : HEADER_NBYTES + payload_nbytes].numpy().data
+        return self._bytes[row, : HEADER_NBYTES + payload_nbytes].data
 
     def place(self, row: int, payload_nbytes: int) -> Place:
         return Place(row * self._row_nbytes, HEADER_NBYTES + payload_nbytes)
-
-    @property
-    def _tensor(self) -> torch.Tensor:
-        assert self._rows is not None
-        return self._rows
 
     def _share(self) -> torch.Tensor | None:
         nbytes = self.num_rows * self._row_nbytes

@@ -1,6 +1,9 @@
 """What saves and loads share of the way to the store. The link's thread alone uses it."""
 
+import hashlib
 from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from reprise_core.ids import BlockHash
 from reprise_runtime.shared_memory import Memory
@@ -14,8 +17,9 @@ from reprise_wire.block_transfer import (
 )
 
 MAX_BLOCKS_PER_MESSAGE = 32
-MESSAGE_BYTES = 4 * 1024 * 1024
+LOAD_BYTES = 2 * 1024 * 1024
 """About so many block bytes per message, so that fetching, copying and checking overlap."""
+SAVE_BYTES = 4 * 1024 * 1024
 
 Frame = bytes | memoryview
 Send = Callable[[Sequence[Frame]], bool]
@@ -25,11 +29,16 @@ Send = Callable[[Sequence[Frame]], bool]
 class StoreWire:
     """`memory` is the store's, while it shares it; then it reads ours too."""
 
-    def __init__(self, keyspace: Keyspace, rank: int, block_nbytes: int) -> None:
-        self.fingerprint = bytes.fromhex(keyspace.fingerprint)
+    def __init__(
+        self, keyspace: Keyspace, rank: int, block_nbytes: int, *, adapters: Sequence[str] = ()
+    ) -> None:
+        """`keyspace`: the model's own blocks'. `adapters`: content digests, in the order of their ids."""
         self.memory: Memory | None = None
-        self.blocks_per_message = min(MAX_BLOCKS_PER_MESSAGE, max(1, MESSAGE_BYTES // block_nbytes))
-        self._keyspace = keyspace
+        self.blocks_per_load = min(MAX_BLOCKS_PER_MESSAGE, max(1, LOAD_BYTES // block_nbytes))
+        self.blocks_per_save = min(MAX_BLOCKS_PER_MESSAGE, max(1, SAVE_BYTES // block_nbytes))
+        self._keyspaces = (keyspace, *(replace(keyspace, adapter=digest) for digest in adapters))
+        self.fingerprints = tuple(_block_fingerprint(keyspace) for keyspace in self._keyspaces)
+        """By adapter id: what the headers of its blocks name."""
         self._rank = rank
         self._last_transfer_id = 0
 
@@ -42,6 +51,7 @@ class StoreWire:
         keys: tuple[BlockKey, ...] = (),
         generation: int = 0,
         *,
+        adapter_id: int = 0,
         places: tuple[Place, ...] = (),
         released: tuple[int, ...] = (),
     ) -> TransferHeader:
@@ -51,12 +61,20 @@ class StoreWire:
             TRANSFER_VERSION,
             kind,
             self._last_transfer_id,
-            keyspace=self._keyspace if keys else None,
+            keyspace=self._keyspaces[adapter_id] if keys else None,
             generation=generation,
             keys=keys,
             places=places,
             released=released,
         )
+
+
+def _block_fingerprint(keyspace: Keyspace) -> bytes:
+    """The model's; with an adapter a digest of both: a value under another adapter's key is foreign."""
+    if not keyspace.adapter:
+        return bytes.fromhex(keyspace.fingerprint)
+    both = f"{keyspace.fingerprint}:{keyspace.adapter}".encode()
+    return hashlib.blake2b(both, digest_size=16).digest()
 
 
 def refusal(reason: str) -> str:

@@ -37,6 +37,7 @@ class Transfers:
         *,
         keyspace: Keyspace,
         rank: int,
+        adapters: Sequence[str] = (),
         limits: TransferLimits,
         metrics: WorkerMetrics,
         report: Callable[[bytes, TransferReport], None],
@@ -44,12 +45,16 @@ class Transfers:
         fp8: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`adapters`: content digests, in the order of their ids."""
         self._metrics = metrics
         self._report = report
         self._wake: Callable[[], None] = lambda: None
         self._clock = clock
-        self._wire = StoreWire(keyspace, rank, kv.block_nbytes)
+        self._wire = StoreWire(keyspace, rank, kv.block_nbytes, adapters=adapters)
         fp8_values = Fp8Values(kv) if fp8 else None
+        formats = [kv.block_format(fingerprint) for fingerprint in self._wire.fingerprints]
+        if fp8_values is not None:
+            formats = [fp8_values.format(format) for format in formats]
         self._staging = Staging(
             kv.block_nbytes,
             staging_bytes=limits.staging_bytes,
@@ -60,6 +65,7 @@ class Transfers:
             kv,
             self._wire,
             self._staging,
+            formats=formats,
             fp8=fp8_values,
             max_in_flight=limits.max_saves_in_flight,
             timeout_s=limits.save_timeout_s,
@@ -70,6 +76,7 @@ class Transfers:
         self._loads = BlockLoads(
             kv,
             self._wire,
+            formats=formats,
             fp8=fp8_values,
             max_pending=limits.max_pending_loads,
             max_blocks_in_flight=limits.max_load_blocks_in_flight,

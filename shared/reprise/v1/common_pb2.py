@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17reprise/v1/common.proto\x12\nreprise.v1\"X\n\x0bHashProfile\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x17\n\x0fhash_block_size\x18\x03 \x01(\r\x12\x11\n\tnone_hash\x18\x04 \x01(\x0c\"9\n\x0bLoraAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06int_id\x18\x02 \x01(\r\x12\x0c\n\x04path\x18\x03 \x01(\t\"4\n\rProfileHashes\x12\x12\n\nprofile_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17reprise/v1/common.proto\x12\nreprise.v1\"X\n\x0bHashProfile\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x17\n\x0fhash_block_size\x18\x03 \x01(\r\x12\x11\n\tnone_hash\x18\x04 \x01(\x0c\"I\n\x0bLoraAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06int_id\x18\x02 \x01(\r\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"4\n\rProfileHashes\x12\x12\n\nprofile_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HASHPROFILE']._serialized_start=39
   _globals['_HASHPROFILE']._serialized_end=127
   _globals['_LORAADAPTER']._serialized_start=129
-  _globals['_LORAADAPTER']._serialized_end=186
-  _globals['_PROFILEHASHES']._serialized_start=188
-  _globals['_PROFILEHASHES']._serialized_end=240
+  _globals['_LORAADAPTER']._serialized_end=202
+  _globals['_PROFILEHASHES']._serialized_start=204
+  _globals['_PROFILEHASHES']._serialized_end=256
 # @@protoc_insertion_point(module_scope)

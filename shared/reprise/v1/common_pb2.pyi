@@ -17,14 +17,16 @@ class HashProfile(_message.Message):
     def __init__(self, id: _Optional[str] = ..., algorithm: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., none_hash: _Optional[bytes] = ...) -> None: ...
 
 class LoraAdapter(_message.Message):
-    __slots__ = ("name", "int_id", "path")
+    __slots__ = ("name", "int_id", "path", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INT_ID_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     int_id: int
     path: str
-    def __init__(self, name: _Optional[str] = ..., int_id: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., int_id: _Optional[int] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class ProfileHashes(_message.Message):
     __slots__ = ("profile_id", "digests")

@@ -180,7 +180,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("engine_id", "model_name", "model_path", "max_model_len", "block_size", "num_blocks", "hash_profile", "model_fingerprint", "max_num_seqs", "vocab_size", "eos_token_ids", "enable_prefix_caching", "num_running", "num_waiting", "version")
+    __slots__ = ("engine_id", "model_name", "model_path", "max_model_len", "block_size", "num_blocks", "hash_profile", "model_fingerprint", "max_num_seqs", "vocab_size", "eos_token_ids", "enable_prefix_caching", "num_running", "num_waiting", "version", "adapters")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class GetInfoResponse(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     model_name: str
     model_path: str
@@ -211,7 +212,8 @@ class GetInfoResponse(_message.Message):
     num_running: int
     num_waiting: int
     version: str
-    def __init__(self, engine_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_profile: _Optional[_Union[_common_pb2.HashProfile, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., enable_prefix_caching: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[_common_pb2.LoraAdapter]
+    def __init__(self, engine_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_profile: _Optional[_Union[_common_pb2.HashProfile, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., enable_prefix_caching: _Optional[bool] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.LoraAdapter, _Mapping]]] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ("reset_running_requests", "reset_external")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ereprise/v1/store_service.proto\x12\nreprise.v1\"T\n\x08Keyspace\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\"j\n\x13LookupBlocksRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\x12\x15\n\tgroup_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\"K\n\x14LookupBlocksResponse\x12\x1f\n\x05tiers\x18\x01 \x03(\x0e\x32\x10.reprise.v1.Tier\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"6\n\x0cResetRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\"#\n\rResetResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"m\n\x0c\x45victRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x1f\n\x05tiers\x18\x03 \x03(\x0e\x32\x10.reprise.v1.Tier\"#\n\rEvictResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\x11\n\x0fGetStatsRequest\"\xec\x01\n\x10GetStatsResponse\x12\x12\n\nhost_bytes\x18\x01 \x01(\x04\x12\x1b\n\x13host_capacity_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bhost_blocks\x18\x03 \x01(\x04\x12\x17\n\x0fredis_connected\x18\x04 \x01(\x08\x12\r\n\x05loads\x18\x05 \x01(\x04\x12\r\n\x05saves\x18\x06 \x01(\x04\x12\x15\n\rdropped_saves\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\x12\x1b\n\x13\x64isk_capacity_bytes\x18\t \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\n \x01(\x04\";\n\x11WatchTiersRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\"L\n\x12WatchTiersResponse\x12\r\n\x05start\x18\x01 \x01(\x08\x12\'\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x16.reprise.v1.TierBlocks\"e\n\nTierBlocks\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.reprise.v1.Tier\x12\x10\n\x08group_id\x18\x02 \x01(\r\x12\x0f\n\x07present\x18\x03 \x01(\x08\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c*M\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\x11\n\rTIER_EXTERNAL\x10\x03\x32\xf3\x02\n\x0cStoreService\x12Q\n\x0cLookupBlocks\x12\x1f.reprise.v1.LookupBlocksRequest\x1a .reprise.v1.LookupBlocksResponse\x12<\n\x05Reset\x12\x18.reprise.v1.ResetRequest\x1a\x19.reprise.v1.ResetResponse\x12<\n\x05\x45vict\x12\x18.reprise.v1.EvictRequest\x1a\x19.reprise.v1.EvictResponse\x12\x45\n\x08GetStats\x12\x1b.reprise.v1.GetStatsRequest\x1a\x1c.reprise.v1.GetStatsResponse\x12M\n\nWatchTiers\x12\x1d.reprise.v1.WatchTiersRequest\x1a\x1e.reprise.v1.WatchTiersResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ereprise/v1/store_service.proto\x12\nreprise.v1\"T\n\x08Keyspace\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\"j\n\x13LookupBlocksRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\x12\x15\n\tgroup_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\"K\n\x14LookupBlocksResponse\x12\x1f\n\x05tiers\x18\x01 \x03(\x0e\x32\x10.reprise.v1.Tier\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"6\n\x0cResetRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\"#\n\rResetResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"m\n\x0c\x45victRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x1f\n\x05tiers\x18\x03 \x03(\x0e\x32\x10.reprise.v1.Tier\"#\n\rEvictResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\x11\n\x0fGetStatsRequest\"\xec\x01\n\x10GetStatsResponse\x12\x12\n\nhost_bytes\x18\x01 \x01(\x04\x12\x1b\n\x13host_capacity_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bhost_blocks\x18\x03 \x01(\x04\x12\x17\n\x0fredis_connected\x18\x04 \x01(\x08\x12\r\n\x05loads\x18\x05 \x01(\x04\x12\r\n\x05saves\x18\x06 \x01(\x04\x12\x15\n\rdropped_saves\x18\x07 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x08 \x01(\x04\x12\x1b\n\x13\x64isk_capacity_bytes\x18\t \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\n \x01(\x04\"M\n\x11WatchTiersRequest\x12&\n\x08keyspace\x18\x01 \x01(\x0b\x32\x14.reprise.v1.Keyspace\x12\x10\n\x08\x61\x64\x61pters\x18\x02 \x03(\t\"L\n\x12WatchTiersResponse\x12\r\n\x05start\x18\x01 \x01(\x08\x12\'\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x16.reprise.v1.TierBlocks\"e\n\nTierBlocks\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.reprise.v1.Tier\x12\x10\n\x08group_id\x18\x02 \x01(\r\x12\x0f\n\x07present\x18\x03 \x01(\x08\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c*M\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\x11\n\rTIER_EXTERNAL\x10\x03\x32\xf3\x02\n\x0cStoreService\x12Q\n\x0cLookupBlocks\x12\x1f.reprise.v1.LookupBlocksRequest\x1a .reprise.v1.LookupBlocksResponse\x12<\n\x05Reset\x12\x18.reprise.v1.ResetRequest\x1a\x19.reprise.v1.ResetResponse\x12<\n\x05\x45vict\x12\x18.reprise.v1.EvictRequest\x1a\x19.reprise.v1.EvictResponse\x12\x45\n\x08GetStats\x12\x1b.reprise.v1.GetStatsRequest\x1a\x1c.reprise.v1.GetStatsResponse\x12M\n\nWatchTiers\x12\x1d.reprise.v1.WatchTiersRequest\x1a\x1e.reprise.v1.WatchTiersResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOOKUPBLOCKSREQUEST'].fields_by_name['group_ids']._loaded_options = None
   _globals['_LOOKUPBLOCKSREQUEST'].fields_by_name['group_ids']._serialized_options = b'\020\001'
-  _globals['_TIER']._serialized_start=1058
-  _globals['_TIER']._serialized_end=1135
+  _globals['_TIER']._serialized_start=1076
+  _globals['_TIER']._serialized_end=1153
   _globals['_KEYSPACE']._serialized_start=46
   _globals['_KEYSPACE']._serialized_end=130
   _globals['_LOOKUPBLOCKSREQUEST']._serialized_start=132
@@ -54,11 +54,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSRESPONSE']._serialized_start=578
   _globals['_GETSTATSRESPONSE']._serialized_end=814
   _globals['_WATCHTIERSREQUEST']._serialized_start=816
-  _globals['_WATCHTIERSREQUEST']._serialized_end=875
-  _globals['_WATCHTIERSRESPONSE']._serialized_start=877
-  _globals['_WATCHTIERSRESPONSE']._serialized_end=953
-  _globals['_TIERBLOCKS']._serialized_start=955
-  _globals['_TIERBLOCKS']._serialized_end=1056
-  _globals['_STORESERVICE']._serialized_start=1138
-  _globals['_STORESERVICE']._serialized_end=1509
+  _globals['_WATCHTIERSREQUEST']._serialized_end=893
+  _globals['_WATCHTIERSRESPONSE']._serialized_start=895
+  _globals['_WATCHTIERSRESPONSE']._serialized_end=971
+  _globals['_TIERBLOCKS']._serialized_start=973
+  _globals['_TIERBLOCKS']._serialized_end=1074
+  _globals['_STORESERVICE']._serialized_start=1156
+  _globals['_STORESERVICE']._serialized_end=1527
 # @@protoc_insertion_point(module_scope)

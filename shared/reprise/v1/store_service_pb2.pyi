@@ -105,10 +105,12 @@ class GetStatsResponse(_message.Message):
     def __init__(self, host_bytes: _Optional[int] = ..., host_capacity_bytes: _Optional[int] = ..., host_blocks: _Optional[int] = ..., redis_connected: _Optional[bool] = ..., loads: _Optional[int] = ..., saves: _Optional[int] = ..., dropped_saves: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_capacity_bytes: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
 
 class WatchTiersRequest(_message.Message):
-    __slots__ = ("keyspace",)
+    __slots__ = ("keyspace", "adapters")
     KEYSPACE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     keyspace: Keyspace
-    def __init__(self, keyspace: _Optional[_Union[Keyspace, _Mapping]] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, keyspace: _Optional[_Union[Keyspace, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchTiersResponse(_message.Message):
     __slots__ = ("start", "changes")

@@ -34,6 +34,9 @@ MAX_BATCH_BYTES = 256 * MIB
 """Larger batches are cut to it; the case names say how many blocks there were."""
 HEADER_NBYTES = 64
 REPEATS = 3
+REPEATS_OF_SMALL = 15
+SMALL_BATCH_BYTES = 16 * MIB
+"""A batch of up to so many takes milliseconds, which vary more and cost little to measure again."""
 NUM_LOOKUPS = 200
 LOOKUP_BLOCKS = 1024
 START_TIMEOUT_S = 60.0
@@ -44,7 +47,7 @@ def store_rows(
     *,
     sizes: Sequence[int] = SIZES,
     batches: Sequence[int] = BATCHES,
-    repeats: int = REPEATS,
+    repeats: int | None = None,
     shared_memory: bool = True,
 ) -> list[BenchRow]:
     with ExitStack() as stack:
@@ -59,7 +62,7 @@ def store_rows(
             for side in stores.values():
                 side.make(size, max(shapes))
             for num_blocks in shapes:
-                rows += _rows(redis, stores, size, num_blocks, repeats)
+                rows += _rows(redis, stores, size, num_blocks, repeats or _repeats(size * num_blocks))
             redis.flushall()
         return rows + list(_lookup_rows(stores["redis"]))
 
@@ -119,6 +122,10 @@ def _rows(redis: Any, sides: dict[str, "_Side"], size: int, num_blocks: int, rep
         row("save host", "save redis", "save redis"),
         BenchRow(f"memcpy {shape}", rates["memcpy"], "MB/s"),
     ]
+
+
+def _repeats(batch_bytes: int) -> int:
+    return REPEATS_OF_SMALL if batch_bytes <= SMALL_BATCH_BYTES else REPEATS
 
 
 def _seconds(function: Callable[[], None]) -> float:

@@ -34,6 +34,8 @@ class EngineOptions:
     num_blocks: int  # --num-gpu-blocks-override
     max_model_len: int
     dtype: str
+    lora_modules: str
+    max_lora_rank: int
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int
@@ -55,6 +57,8 @@ class EngineOptions:
             "num_blocks": self.num_blocks,
             "max_model_len": self.max_model_len,
             "dtype": self.dtype,
+            "lora_modules": self.lora_modules,
+            "max_lora_rank": self.max_lora_rank,
         }
         own = set(self.__slots__) - set(worker) - {"transfer"}
         scheduler = {name: getattr(self, name) for name in own}

@@ -20,6 +20,7 @@ from reprise_wire.hash_profiles import (
     HashProfile,
     ProfileHashes,
     hashes_to_proto,
+    lora_from_proto,
     lora_to_proto,
     profile_from_proto,
 )
@@ -51,6 +52,18 @@ class EngineInfo:
     num_running: int
     num_waiting: int
     version: str
+    adapters: tuple[LoraAdapter, ...] = ()
+    """Served beside the model, with their digests."""
+
+    def adapter(self, name: str) -> LoraAdapter | None:
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+
+    def serves(self, model: str, adapter: LoraAdapter | None) -> bool:
+        """The adapter under its name with the same content; its path and its id may be others."""
+        if model != self.model_name or adapter is None:
+            return model == self.model_name
+        own = self.adapter(adapter.name)
+        return own is not None and own.digest == adapter.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +264,7 @@ def _info_from_proto(message: pb.GetInfoResponse) -> EngineInfo:
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         version=message.version,
+        adapters=tuple(lora_from_proto(adapter) for adapter in message.adapters),
     )
 
 

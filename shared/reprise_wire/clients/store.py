@@ -77,9 +77,13 @@ class StoreClient:
         )
         return response.num_blocks
 
-    async def watch_tiers(self, keyspace: Keyspace) -> AsyncIterator[TierUpdate]:
-        """What the tiers have and every change, until the store ends it or is lost (PeerError)."""
-        call = self._stub.WatchTiers(pb.WatchTiersRequest(keyspace=keyspace_to_proto(keyspace)))
+    async def watch_tiers(
+        self, keyspace: Keyspace, adapters: Sequence[str] = ()
+    ) -> AsyncIterator[TierUpdate]:
+        """What the tiers have of the keyspace and of these adapters beside it, and every change, until the
+        store ends it or is lost (PeerError)."""
+        request = pb.WatchTiersRequest(keyspace=keyspace_to_proto(keyspace), adapters=adapters)
+        call = self._stub.WatchTiers(request)
         try:
             async for message in call:
                 yield tier_update_from_proto(message)

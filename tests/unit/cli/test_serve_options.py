@@ -17,6 +17,8 @@ DEFAULTS: dict[str, Any] = {
     "num_blocks": 0,
     "max_model_len": 0,
     "dtype": "auto",
+    "lora_modules": "",
+    "max_lora_rank": 16,
     "max_num_seqs": 128,
     "max_num_batched_tokens": 2048,
     "long_prefill_token_threshold": 0,
@@ -80,13 +82,16 @@ def test_what_was_not_asked_for_is_the_services_own_default(monkeypatch: pytest.
     settings = scheduler_settings(layout(), monkeypatch)
     monkeypatch.undo()
     own = SchedulerSettings()
-    names = set(DEFAULTS) - {"block_size", "num_blocks", "max_model_len", "dtype"}
+    of_the_worker = {"block_size", "num_blocks", "max_model_len", "dtype", "lora_modules", "max_lora_rank"}
+    names = set(DEFAULTS) - of_the_worker
     for name in (*names, "kv_role", "kv_load_failure_policy"):
         assert getattr(settings, name) == getattr(own, name), name
 
 
 def test_the_worker_has_its_share() -> None:
-    worker = environment(layout(block_size=7, num_blocks=99), "worker")
+    worker = environment(layout(block_size=7, num_blocks=99, lora_modules="a=/a"), "worker")
+    assert worker["REPRISE_WORKER_LORA_MODULES"] == "a=/a"
+    assert worker["REPRISE_WORKER_MAX_LORA_RANK"] == "16"
     assert worker["REPRISE_WORKER_BLOCK_SIZE"] == "7"
     assert worker["REPRISE_WORKER_NUM_BLOCKS"] == "99"
 

@@ -2,18 +2,21 @@
 and a number are faults that caches elsewhere have had, under the names they were collected by."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from reprise_core.errors import ErrorKind
 from reprise_core.extra_keys import LoraAdapter
+from reprise_core.kv_events import AllBlocksCleared
 from reprise_core.requests import FinishReason
 from reprise_scheduler.kv_cache.miss_reasons import MissKind
 from reprise_scheduler.sched.config import LoadFailurePolicy, SchedulingPolicy
 from reprise_scheduler.sched.load_cost import MIN_LOADS, MIN_STEPS, PROBE_EVERY, LoadRule
 from reprise_scheduler.sched.request import RequestStatus
 from support.sched_driver import Driver
-from support.sim_worker import expected_output
+from support.sim_worker import SimWorker, expected_output
 
 BLOCK = 4
 
@@ -317,14 +320,65 @@ def test_a_slow_tier_is_tried_now_and_then() -> None:
 # -- adapters -------------------------------------------------------------------------------------
 
 
-def test_blocks_of_adapters_never_leave_the_engine_nor_come_from_elsewhere() -> None:
+ADAPTER = LoraAdapter("a", 2, "/a", "ab" * 16)
+GONE = "the worker does not serve this request's adapter any more"
+
+
+def test_plans_name_the_adapter_of_each_request_save_and_load() -> None:
     prompt = prompt_of(8)
-    driver = stored(prompt)
-    assert len(driver.store.blocks) == 8
-    adapter = LoraAdapter(name="a", int_id=1, path="/a")
-    request = driver.add("lora", prompt, lora=adapter)
+    driver = stored()
+    driver.add("base", prompt)
+    driver.add("adapted", prompt, lora=ADAPTER)
     driver.run()
-    assert len(driver.store.blocks) == 8
+    assert sorted(entry.adapter_id for plan in driver.plans for entry in plan.added) == [0, 2]
+    saves = [save for plan in driver.plans for save in plan.saves]
+    assert len(saves) == len({save.block_hash for save in saves})
+    assert [sum(save.adapter_id == number for save in saves) for number in (0, 2)] == [9, 9]
+    driver.plans.clear()
+    driver.scheduler.reset_prefix_cache(preempt_running=False)
+    request = driver.add("again", prompt, lora=ADAPTER)
+    driver.run()
     assert request.prompt_sources is not None
-    assert request.prompt_sources.external == 0
-    assert driver.scheduler.counters.external_queried_tokens == len(prompt)  # of the one that was stored
+    assert request.prompt_sources.external == 8 * BLOCK
+    assert [load.adapter_id for plan in driver.plans for load in plan.loads] == [2]
+
+
+@pytest.mark.parametrize(
+    ("served", "problem"),
+    [
+        ((replace(ADAPTER, int_id=1),), ""),
+        ((), f"{GONE}: lora.name: 'a', not allowed: this engine serves no adapters"),
+        ((replace(ADAPTER, name="b"),), f"{GONE}: lora.name: 'a', must be one of 'b'"),
+        ((replace(ADAPTER, path="/b"),), f"{GONE}: lora.path: '/a', must be '/b'"),
+        ((replace(ADAPTER, digest="cd" * 16),), "lora.digest: 'abab"),
+    ],
+)
+def test_a_request_goes_on_with_the_next_worker_only_if_it_serves_the_same_adapter(
+    served: tuple[LoraAdapter, ...], problem: str
+) -> None:
+    """Its tokens so far are of that adapter's content. The others go on anyway."""
+    prompt = prompt_of(4)
+    driver = stored()
+    scheduler = driver.scheduler
+    requests = [driver.add("base", prompt), driver.add("adapted", prompt, lora=ADAPTER)]
+    driver.step()
+    driver.step()
+    assert all(request.num_output_tokens for request in requests)
+    scheduler.take_events()
+    outputs = scheduler.open_session(scheduler.config, scheduler.kv_config, (), served)
+    assert AllBlocksCleared() in scheduler.take_events()
+    assert scheduler.manager.usage == 0
+    assert [(output.request.owner, output.error.startswith(problem)) for output in outputs] == (
+        [("adapted", True)] if problem else []
+    )
+    assert all(output.error_kind == ErrorKind.UNAVAILABLE.value for output in outputs), (
+        "another engine may serve it"
+    )
+    driver.worker = SimWorker(400, BLOCK, driver.store)
+    driver.plans.clear()
+    driver.run()
+    assert sorted(entry.adapter_id for plan in driver.plans for entry in plan.added) == (
+        [0] if problem else [0, 1]
+    )
+    assert driver.outputs["base"] == expected_output(prompt, 4)
+    assert len(driver.outputs["adapted"]) == 4 or problem

@@ -28,8 +28,9 @@ def exported() -> Exported:
     return Exported()
 
 
-def stored(**config: Any) -> Driver:
+def stored(*, hold_saves: bool = False, **config: Any) -> Driver:
     driver = Driver(connector=True, num_blocks=100, **config)
+    driver.worker.hold_saves = hold_saves
     driver.scheduler.connector.set_generation(driver.store.generation)
     driver.add("stored", PROMPT, max_tokens=1)
     driver.run()
@@ -92,13 +93,12 @@ def test_requests_that_fetch_are_counted_by_stage_and_the_host_tier_by_what_is_i
 
 
 def test_saves_in_flight_are_those_of_which_nothing_was_heard_yet(exported: Exported) -> None:
-    driver = stored()
-    connector = driver.scheduler.connector
+    driver = stored(hold_saves=True)
     exported.metrics.offload.set_sizes(1000, 16_000)
     exported.metrics.refresh(driver.scheduler)
     assert exported("kv_offload_cpu_cache_write_usage_perc") == 0.5
     assert exported("kv_offload_cpu_cache_usage_perc") == 0.5
-    connector.saves_ended(8)
+    driver.end_saves()
     exported.metrics.refresh(driver.scheduler)
     assert exported("kv_offload_cpu_cache_usage_perc") == 0
 

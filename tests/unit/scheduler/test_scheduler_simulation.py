@@ -99,9 +99,10 @@ class Simulation:
             eos_token_ids=(3,),
             make_policy=self.make_policy,
         )
-        self.worker = SimWorker(self.num_blocks, self.block_size, self.store, self.groups)
+        self.worker = self.make_worker()
         self.plans = deque()
         self.lookups = []
+        self.asked = []
         self.requests = []
         self.outputs = {}
         self.ended = {}
@@ -117,6 +118,11 @@ class Simulation:
             watermark=self.rng.choice([0.0, 0.1]),
             **self.kv_options,
         )
+
+    def make_worker(self) -> SimWorker:
+        worker = SimWorker(self.num_blocks, self.block_size, self.store, self.groups)
+        worker.hold_saves = True
+        return worker
 
     def make_policy(self, num_blocks: int) -> EvictionPolicy:
         return (
@@ -183,6 +189,7 @@ class Simulation:
             (self.execute, 12),
             (self.answer_lookup, 6),
             (self.finish_load, 6),
+            (self.finish_saves, 4),
             (self.cancel, 1),
             (self.reset, 0.3),
             (self.lose_worker, 0.2),
@@ -198,7 +205,9 @@ class Simulation:
             assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
             assert len(plan.scheduled) == len({item.handle for item in plan.scheduled})
             self.plans.append(plan)
-        self.lookups += self.scheduler.connector.take_lookups(self.now_s)
+        started = self.scheduler.connector.take_lookups(self.now_s)
+        self.lookups += started
+        self.asked += started
 
     def execute(self) -> None:
         if not self.plans:
@@ -254,6 +263,9 @@ class Simulation:
                 assert "kv_load_failure_policy" in output.error
                 self.end(output.request, output.finish_reason)
 
+    def finish_saves(self) -> None:
+        self.scheduler.connector.saves_ended(self.worker.end_saves(self.rng.randint(1, 20)))
+
     def cancel(self) -> None:
         alive = [request for request in self.requests if request.sequence not in self.ended]
         if alive:
@@ -271,8 +283,9 @@ class Simulation:
 
     def lose_worker(self) -> None:
         self.plans.clear()
+        self.asked.clear()
         self.scheduler.lose_worker()
-        self.worker = SimWorker(self.num_blocks, self.block_size, self.store, self.groups)
+        self.worker = self.make_worker()
         for output in self.scheduler.open_session(self.config, self.kv_config(), (3,)):
             self.end(output.request, output.finish_reason)
 
@@ -288,6 +301,7 @@ class Simulation:
         assert scheduler.num_waiting_tokens == sum(request.queued_tokens for request in waiting)
         assert all(request.queued_tokens for request in waiting)
         self.check_loads()
+        self.check_lookups()
         for request in scheduler.running.values():
             assert request.queued_tokens == 0
             assert request.status is RequestStatus.RUNNING
@@ -303,6 +317,14 @@ class Simulation:
         assert gate.num_held_blocks <= gate.limit_blocks or len(holders) == 1
         assert bool(gate.num_held_blocks) is bool(holders)
         assert holders or not gate.deferred, "nobody will let the deferred ones try again"
+
+    def check_lookups(self) -> None:
+        """The store is asked at most twice for a request, and again after each preemption."""
+        asked: dict[tuple[int, int], int] = {}
+        for request, attempt in self.asked:
+            asked[request.sequence, attempt] = asked.get((request.sequence, attempt), 0) + 1
+        for (_, attempt), count in asked.items():
+            assert count <= (2 if attempt else 1)
 
     def num_held(self, request: Request) -> int:
         """Blocks that its load fills, over all groups."""
@@ -322,6 +344,7 @@ class Simulation:
             self.now_s += 0.5
             self.answer_lookup()
             self.finish_load()
+            self.finish_saves()
             self.plan()
             self.execute()
             self.check()

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, MovedError, OutOfMemoryError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from reprise_store.adapters.redis_node import pack
-from reprise_store.adapters.resp_parser import BlockParser
+from reprise_store.adapters.resp_parser import MAX_TURN_NBYTES, BlockParser
 
 LARGE = random.Random(3).randbytes(20_000)
 STREAM = (
@@ -49,6 +48,27 @@ class Wire:
         return given, None, 0, None
 
 
+class Halting(Wire):
+    """One that does not block: there is nothing to read before each piece."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(pieces)
+        self._ready = False
+
+    def _check(self) -> None:
+        self._ready = not self._ready
+        if self._ready:
+            raise BlockingIOError
+
+    def recv_into(self, target: memoryview) -> int:
+        self._check()
+        return super().recv_into(target)
+
+    def recvmsg_into(self, targets: list[memoryview]) -> tuple[int, None, int, None]:
+        self._check()
+        return super().recvmsg_into(targets)
+
+
 class FakeConnection:
     def __init__(self, wire: Any) -> None:
         self._sock = wire
@@ -71,30 +91,40 @@ def parser_of(
     return parser
 
 
+def read(parser: BlockParser, count: int) -> list[Any]:
+    reading = parser.responses(count)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return list(end.value)
+
+
 def check(parser: BlockParser) -> None:
-    assert parser.read_responses(6, 60) == [b"OK", 42, None, None, b"", b"a\r\nbc"]
-    assert parser.read_response() == LARGE
-    assert parser.read_response() == [b"0", [1, LARGE]]
-    assert isinstance(parser.read_response(), OutOfMemoryError)
-    moved = parser.read_response()
+    assert read(parser, 6) == [b"OK", 42, None, None, b"", b"a\r\nbc"]
+    large, scanned, full, moved = read(parser, 4)
+    assert large == LARGE
+    assert scanned == [b"0", [1, LARGE]]
+    assert isinstance(full, OutOfMemoryError)
     assert isinstance(moved, MovedError)
     assert (moved.host, moved.port) == ("10.0.0.1", 6380)
-    assert parser.read_response() is None  # over the limit
-    assert parser.read_response() == b"end"
+    assert read(parser, 2) == [None, b"end"]  # over the limit
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 4095, 4096, 4097, 10**6])
 def test_pieces_of_one_size(size: int) -> None:
     for scatters in (True, False):
-        check(parser_of(Wire([STREAM[i : i + size] for i in range(0, len(STREAM), size)]), scatters=scatters))
+        for wire in (Wire, Halting):
+            pieces = [STREAM[i : i + size] for i in range(0, len(STREAM), size)]
+            check(parser_of(wire(pieces), scatters=scatters))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10**6])
 def test_numbers_one_after_another_among_other_answers(size: int) -> None:
     stream = b":1\r\n:0\r\n:12\r\n:7\r\n+OK\r\n" + b":1\r\n" * 2000 + b":-3\r\n:2\r\n"
     parser = parser_of(Wire([stream[i : i + size] for i in range(0, len(stream), size)]))
-    assert parser.read_responses(3, 60) == [1, 0, 12]
-    assert parser.read_responses(2003, 60) == [7, b"OK", *[1] * 2000, -3]
+    assert read(parser, 3) == [1, 0, 12]
+    assert read(parser, 2003) == [7, b"OK", *[1] * 2000, -3]
     assert parser.read_response() == 2
 
 
@@ -127,17 +157,14 @@ def test_the_end_and_what_is_no_answer() -> None:
         parser_of(Wire([b"x" * 100_000])).read_response()
 
 
-def test_an_answer_that_trickles_ends_in_time() -> None:
-    class Trickle:
-        def recv_into(self, target: memoryview) -> int:
-            target[0] = ord("x")
-            return 1
+def test_much_to_read_leaves_others_their_turn() -> None:
+    value = b"$%d\r\n%b\r\n" % (len(LARGE), LARGE)
 
-    parser = parser_of(Trickle(), scatters=False)
-    parser._stop = len(b"$20000\r\n")
-    parser._view[: parser._stop] = b"$20000\r\n"
-    with pytest.raises(RedisTimeoutError):
-        parser.read_responses(1, 0)
+    def num_turns(scatters: bool) -> int:
+        return sum(1 for _ in parser_of(Wire([value] * 200), scatters=scatters).responses(200))
+
+    assert num_turns(scatters=True) == 200 * len(value) // MAX_TURN_NBYTES
+    assert num_turns(scatters=False) == 0  # TLS: what is left in its buffer makes no socket readable
 
 
 def test_long_arguments_are_sent_from_where_they_are() -> None:

@@ -10,6 +10,7 @@ from reprise_store.memory_backend import MemoryBackend
 from reprise_store.tier_changes import (
     CHUNK_BLOCKS,
     MAX_KEYSPACES,
+    MAX_WATCHED_KEYSPACES,
     MAX_WATCHERS,
     TierChanges,
     TierWatch,
@@ -187,6 +188,40 @@ async def test_watchers_and_keyspaces_are_limited_and_watched_keyspaces_stay() -
     follower = Follower(watches[0])
     await follower.read()
     assert follower.present == {host(1)}
+
+
+async def test_one_watch_of_several_keyspaces_hears_of_all_and_of_no_other() -> None:
+    """A model's and its adapters': what was there before, what comes, and a reset of them all."""
+    changes = TierChanges()
+    adapters = [Keyspace(KEYSPACE.namespace, KEYSPACE.fingerprint, letter * 16) for letter in "abc"]
+    changes.stored(StoreTier.HOST, name(1, keyspace=adapters[0]))
+    watch = changes.watch(KEYSPACE, *adapters[:2], adapters[0])
+    assert changes.num_watchers == 1
+    follower = Follower(watch)
+    await follower.read()
+    assert follower.present == {host(1)}
+    changes.stored(StoreTier.HOST, name(2))
+    changes.stored(StoreTier.HOST, name(3, keyspace=adapters[1]))
+    changes.stored(StoreTier.HOST, name(4, keyspace=adapters[2]))
+    await follower.read()
+    assert follower.present == {host(1), host(2), host(3)}
+    changes.at_generation(scope_of(KEYSPACE), 99)
+    await follower.read()
+    assert follower.present == set()
+    watch.close()
+    assert changes.num_watchers == 0
+    changes.stored(StoreTier.HOST, name(5))
+
+
+async def test_watched_keyspaces_are_limited_so_that_others_can_be_forgotten() -> None:
+    changes = TierChanges()
+    keyspaces = [Keyspace("test", f"{number:032x}") for number in range(MAX_WATCHED_KEYSPACES)]
+    changes.watch(*keyspaces)
+    with pytest.raises(TooManyWatchers, match="512 keyspaces"):
+        changes.watch(Keyspace("other", "0" * 32))
+    changes.watch(*keyspaces[:3])
+    for number in range(MAX_KEYSPACES + 5):
+        changes.stored(StoreTier.HOST, name(1, keyspace=Keyspace("more", f"{number:032x}")))
 
 
 async def test_closing_ends_every_watch() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from reprise_worker import batch
 from reprise_worker.batch import Batch, ScheduledTokens, make_batch
 from reprise_worker.request_state import IdList, RequestState
 
@@ -68,6 +69,16 @@ def test_decodes_of_like_length_share_a_group() -> None:
         assert num_visible == [lengths[row] for row in group.rows.tolist()]
         padded = group.blocks.shape[-1] * 4
         assert all(padded <= max(8, 1.5 * length + 4) for length in num_visible)
+
+
+def test_a_group_of_decodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "MAX_GROUP_TOKENS", 40)
+    lengths = [30, 30, 7, 7, 7, 7, 7, 7, 60]
+    items = [
+        ScheduledTokens(request(length, range(1, 2 + length // 4)), length - 1, 1, True) for length in lengths
+    ]
+    groups = batch_of(*items).plan(None).decode
+    assert [group.rows.tolist() for group in groups] == [[2, 3, 4, 5, 6], [7], [0], [1], [8]]
 
 
 def test_padding_is_the_null_block_and_never_seen() -> None:

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from reprise_core.steps import AddedRequest, ScheduledRequest, StepPlan, WorkerSampling, pack_ids
+from reprise_core.ids import BlockHash
+from reprise_core.steps import AddedRequest, BlockLoad, ScheduledRequest, StepPlan, WorkerSampling, pack_ids
 from reprise_worker.model import PagedModel
 from reprise_worker.runner import BadPlan
 from support.runner_driver import GREEDY, Driver, NoMover
@@ -88,6 +89,25 @@ def test_a_hit_on_blocks_that_the_same_step_fills(model: PagedModel) -> None:
         assert driver.output(handle) == plain_greedy(model, prompt, NUM_TOKENS)
 
 
+@pytest.mark.parametrize("left", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("Llama", {}), ("Gemma2", {"head_dim": 16, "sliding_window": 9})]
+)
+def test_what_others_left_in_a_block_is_not_seen(kind: str, changes: dict[str, int], left: float) -> None:
+    """A request whose numbers overflowed, or a failed load."""
+    model = paged(small_model(small_config(kind, **changes)))
+    driver = Driver(model)
+    for view in (*driver.kv.keys, *driver.kv.values):
+        view[1:].fill_(left)
+    prompts = {handle: prompt_of(2 + 3 * handle, seed=handle) for handle in range(1, 6)}
+    for handle, prompt in prompts.items():
+        driver.add(handle, prompt)
+    driver.step({1: 1, 2: 4, 3: 6, 4: 14, 5: 9})
+    driver.finish(list(prompts), NUM_TOKENS)
+    for handle, prompt in prompts.items():
+        assert driver.output(handle) == plain_greedy(model, prompt, NUM_TOKENS), handle
+
+
 def test_a_fully_cached_prompt_computes_its_last_token(model: PagedModel) -> None:
     driver = Driver(model)
     prompt = prompt_of(16)
@@ -167,6 +187,19 @@ def test_saves_are_copied_before_the_step_overwrites(model: PagedModel) -> None:
     assert result.num_saves_dropped == 1
     assert seen[0].equal(before)
     assert not driver.kv.keys[0][block].equal(before)
+
+
+def test_loads_begin_when_what_was_queued_is_over(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a load runs beside the steps: one that is still queued may write to its blocks."""
+    driver = Driver(model)
+    calls: list[str] = []
+    monkeypatch.setattr(driver.kv, "copy_block", lambda source, target: calls.append("copy"))
+    monkeypatch.setattr(driver.kv, "settle", lambda: calls.append("settle"))
+    monkeypatch.setattr(driver.mover, "load", lambda loads: calls.append("load"))
+    driver.add(1, prompt_of(9))
+    load = BlockLoad(7, 0, pack_ids([5]), (BlockHash(b"h" * 32),), 0)
+    driver.step({1: 4}, copies=((0, 3, 4),), loads=(load,))
+    assert calls == ["copy", "settle", "load", "settle"]
 
 
 def added(handle: int, *, tokens: int = 4, blocks: tuple[int, ...] = (1,)) -> AddedRequest:

@@ -1,11 +1,15 @@
 """Draws follow the distribution, its cuts, and nothing but (seed, output index)."""
 
+import bisect
+import itertools
+import math
+import random
 from collections import Counter
 
 import pytest
 import torch
 
-from reprise_worker.sampler import Draw, sample, uniform
+from reprise_worker.sampler import ROWS_AT_ONCE, Draw, sample, uniform
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5])
 
@@ -62,6 +66,46 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     other = Draw(temperature=1.0, seed=1, output_index=0)
     together = sample(torch.stack([LOGITS.flip(0), LOGITS, LOGITS]), [other, row, other])
     assert together[1] == alone[0]
+
+
+def plain_draw(logits: torch.Tensor, draw: Draw) -> int:
+    """One row by the definition, in plain Python."""
+    scores = [logit / draw.temperature for logit in logits.double().tolist()]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    if draw.top_k:
+        threshold = sorted(weights, reverse=True)[draw.top_k - 1]
+        weights = [weight if weight >= threshold else 0.0 for weight in weights]
+    if draw.top_p < 1:
+        total, before = sum(weights), 0.0
+        for place, index in enumerate(sorted(range(len(weights)), key=lambda i: -weights[i])):
+            share, before = before / total, before + weights[index]
+            if place and share >= draw.top_p:
+                weights[index] = 0.0
+    target = uniform(draw.seed, draw.output_index) * sum(weights)
+    return bisect.bisect_right(list(itertools.accumulate(weights)), target)
+
+
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_rows_of_all_kinds_in_one_batch(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than are drawn at once, each by its own parameters."""
+    monkeypatch.setitem(ROWS_AT_ONCE, "cpu", at_once)
+    chance = random.Random(4)
+    logits = torch.randn(150, 300, generator=torch.Generator().manual_seed(2)) * 2
+    rows = [
+        Draw(
+            temperature=chance.choice([0.4, 1.0, 1.7]),
+            top_k=chance.choice([0, 0, 2, 7, 300]),
+            top_p=chance.choice([1.0, 0.9, 0.3]),
+            seed=row,
+            output_index=row,
+        )
+        if chance.random() < 0.8
+        else Draw()
+        for row in range(150)
+    ]
+    drawn = sample(logits.clone(), rows)
+    for token, row, draw in zip(drawn, logits, rows, strict=True):
+        assert token == (int(row.argmax()) if draw.greedy else plain_draw(row, draw))
 
 
 def test_noise_is_a_function_of_seed_and_index() -> None:

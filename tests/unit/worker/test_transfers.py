@@ -4,13 +4,22 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
 from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
-from reprise_core.steps import BlockLoad, LoadReport, TransferMeasure, TransferReport, pack_ids, unpack_ids
+from reprise_core.steps import (
+    BlockLoad,
+    BlockSave,
+    LoadReport,
+    TransferMeasure,
+    TransferReport,
+    pack_ids,
+    unpack_ids,
+)
 from reprise_runtime.shared_memory import make_memory
 from reprise_wire.block_codec import encode_header
 from reprise_wire.block_transfer import (
@@ -30,6 +39,8 @@ from support.runner_driver import block_save
 
 FINGERPRINT = "ab" * 16
 SESSION = b"s" * 16
+ADAPTERS = ("cd" * 16, "ef" * 16)
+"""Content digests."""
 
 
 def hash_of(number: int) -> BlockHash:
@@ -74,6 +85,7 @@ class Bench:
             report=self.report,
             clock=lambda: self.now_s,
             fp8=self.fp8,
+            adapters=ADAPTERS,
         )
         self.transfers.begin_session(SESSION)
 
@@ -108,8 +120,10 @@ class Bench:
         wanted = self.kv.block_format(bytes.fromhex(fingerprint))
         return encode_header(payload, block_hash=block_hash, format=wanted) + payload
 
-    def load(self, blocks: Sequence[int], hashes: Sequence[BlockHash], handle: int = 7) -> None:
-        self.transfers.load([BlockLoad(handle, 0, pack_ids(blocks), tuple(hashes), 3)])
+    def load(
+        self, blocks: Sequence[int], hashes: Sequence[BlockHash], handle: int = 7, adapter_id: int = 0
+    ) -> None:
+        self.transfers.load([BlockLoad(handle, 0, pack_ids(blocks), tuple(hashes), 3, adapter_id)])
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"reprise_worker_{name}", labels) or 0.0
@@ -148,6 +162,48 @@ def test_a_saved_block_loads_into_another(bench: Bench) -> None:
     bench.answer(asked, TransferKind.LOADED, saved.values)
     assert bench.reports == [LoadReport(7, 0)]
     assert bench.kv.keys[0][6].any()
+
+
+def test_blocks_of_adapters_are_saved_and_asked_in_messages_of_their_own(bench: Bench) -> None:
+    saves = [block_save(5, hash_of(number)) for number in range(4)]
+    adapter_ids = (1, 1, 2, 0)
+    bench.transfers.save([with_adapter(*one) for one in zip(saves, adapter_ids, strict=True)])
+    sent = bench.pump()
+    keyspaces = [Keyspace("test", FINGERPRINT, adapter) for adapter in (*ADAPTERS, "")]
+    assert [one.header.keyspace for one in sent] == keyspaces
+    assert [[key.block_hash for key in one.header.keys] for one in sent] == [
+        [hash_of(0), hash_of(1)],
+        [hash_of(2)],
+        [hash_of(3)],
+    ]
+    for adapter_id in (2, 0):
+        bench.load([6], [hash_of(9)], handle=adapter_id, adapter_id=adapter_id)
+        (asked,) = bench.pump()
+        assert asked.header.keyspace == keyspaces[adapter_id - 1]
+        bench.answer(asked, TransferKind.LOADED, [b""])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_value_of_another_adapter_or_of_the_model_is_foreign(fp8: bool) -> None:
+    """Whoever stored it under that key: the hash is the same where only the content differs."""
+    bench = Bench(limits(), fp8=fp8)
+    values = []
+    for adapter_id in range(3):
+        bench.transfers.save([with_adapter(block_save(5, hash_of(1)), adapter_id)])
+        (saved,) = bench.pump()
+        values += saved.values
+        bench.answer(saved, TransferKind.SAVED, accepted=(True,))
+    assert len(set(values)) == 3
+    for adapter_id in range(3):
+        for stored, value in enumerate(values):
+            bench.load([6], [hash_of(1)], adapter_id=adapter_id)
+            (asked,) = bench.pump()
+            bench.answer(asked, TransferKind.LOADED, [value])
+            assert bench.reports.pop().reason == ("" if stored == adapter_id else "foreign")
+
+
+def with_adapter(save: BlockSave, adapter_id: int) -> BlockSave:
+    return msgspec.structs.replace(save, adapter_id=adapter_id)
 
 
 def test_every_transfer_is_measured_when_it_is_over(bench: Bench) -> None:

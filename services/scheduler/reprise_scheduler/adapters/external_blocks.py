@@ -21,22 +21,27 @@ class StoreBlocks:
         self._namespace = namespace
 
     async def lookup(
-        self, model_fingerprint: str, group_ids: Sequence[int], block_hashes: Sequence[BlockHash]
+        self,
+        model_fingerprint: str,
+        group_ids: Sequence[int],
+        block_hashes: Sequence[BlockHash],
+        adapter: str = "",
     ) -> tuple[tuple[str, ...], int]:
-        found = await self._client.lookup(self._keyspace(model_fingerprint), group_ids, block_hashes)
+        keyspace = self._keyspace(model_fingerprint, adapter)
+        found = await self._client.lookup(keyspace, group_ids, block_hashes)
         return tuple(found.tiers), found.generation
 
     async def stats(self) -> StoreStats:
         return await self._client.stats()
 
-    def watch_tiers(self, model_fingerprint: str) -> AsyncIterator[TierUpdate]:
-        return self._watcher.watch_tiers(self._keyspace(model_fingerprint))
+    def watch_tiers(self, model_fingerprint: str, adapters: Sequence[str] = ()) -> AsyncIterator[TierUpdate]:
+        return self._watcher.watch_tiers(self._keyspace(model_fingerprint), adapters)
 
     async def reset(self, model_fingerprint: str) -> int:
         return await self._client.reset(self._keyspace(model_fingerprint))
 
-    def _keyspace(self, model_fingerprint: str) -> Keyspace:
-        return Keyspace(self._namespace, model_fingerprint)
+    def _keyspace(self, model_fingerprint: str, adapter: str = "") -> Keyspace:
+        return Keyspace(self._namespace, model_fingerprint, adapter)
 
     async def close(self) -> None:
         await self._channel.close()

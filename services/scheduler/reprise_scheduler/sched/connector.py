@@ -17,7 +17,7 @@ from reprise_scheduler.kv_cache.group import Group
 from reprise_scheduler.sched.config import KvRole, SchedulerConfig
 from reprise_scheduler.sched.load_cost import LoadCost
 from reprise_scheduler.sched.outputs import Counters
-from reprise_scheduler.sched.request import External, Request
+from reprise_scheduler.sched.request import External, Request, RequestStatus
 from reprise_scheduler.sched.stored_blocks import LoadRanges, StoredBlocks
 
 FAILED_FOR_S = 10.0
@@ -59,6 +59,7 @@ class Connector:
         self._cached = cached
         self._counters = counters
         self._wanted: list[Request] = []
+        self._wanted_again: list[Request] = []
         self._failed: OrderedDict[BlockHash, float] = OrderedDict()
         """Until when, on the clock of the plans."""
 
@@ -70,12 +71,25 @@ class Connector:
             return False
         self.looking_up[request.sequence] = request
         self._wanted.append(request)
+        if request.num_preemptions and self._num_saves_over < self.saves.num_queued:
+            request.external.saves_to_await = self.saves.num_queued
         return True
 
+    def ask_again(self, request: Request) -> None:
+        """The first of those that wait. One whose newest blocks were on their way to the store when it was
+        preempted is asked for once more when they are there, while it waits on."""
+        num_saves = request.external.saves_to_await
+        if num_saves is not None and self._num_saves_over >= num_saves:
+            request.external.saves_to_await = None
+            self._wanted_again.append(request)
+
+    @property
+    def _num_saves_over(self) -> int:
+        """Blocks that were queued for saving, and of which it is known what came of them."""
+        return self.saves.num_queued - len(self.saves) - self.num_saves_in_flight
+
     def loads_for(self, request: Request) -> bool:
-        """Not for adapters: an external key would have to name the adapter's content, and neither the worker
-        nor the store is told it, so its blocks are neither loaded nor saved."""
-        return self.enabled and self._loads and not request.skip_lookup and request.lora is None
+        return self.enabled and self._loads and not request.skip_lookup
 
     def take_lookups(self, now_s: float) -> list[tuple[Request, int]]:
         """Look-ups to start, each with its attempt, which the answer repeats."""
@@ -85,20 +99,25 @@ class Connector:
             if self.looking_up.get(request.sequence) is request:
                 request.external.wait_until_s = now_s + self._max_wait_s
                 started.append((request, request.num_preemptions))
-        return started
+        again, self._wanted_again = self._wanted_again, []
+        still_waiting = [request for request in again if request.status is RequestStatus.PREEMPTED]
+        self._counters.lookups_again += len(still_waiting)
+        return started + [(request, request.num_preemptions) for request in still_waiting]
 
     def answer(self, request: Request, attempt: int, stored: StoredBlocks, generation: int | None) -> bool:
         """`generation` None = the store could not be asked. True when the request may now be admitted;
-        answers that come too late are ignored."""
+        answers that come too late are ignored. One that waits may be answered again."""
         if generation is not None:
             self.set_generation(generation)
-        if attempt != request.num_preemptions or self.looking_up.get(request.sequence) is not request:
+        was_apart = self.looking_up.get(request.sequence) is request
+        waits = was_apart or (request.status is RequestStatus.PREEMPTED and generation is not None)
+        if attempt != request.num_preemptions or not waits:
             return False
-        del self.looking_up[request.sequence]
-        request.external.stored = stored
+        self.looking_up.pop(request.sequence, None)
+        request.external.answer(stored)
         if generation is not None:
             self._note_stored(request, stored)
-        return True
+        return was_apart
 
     def expire(self, now_s: float) -> list[Request]:
         """Requests that have waited long enough: they go on without the store."""
@@ -154,12 +173,13 @@ class Connector:
         is offered too, for it can be saved as long as it carries its hash.
         """
         num_blocks = min(num_tokens // self._block_size, len(request.block_hashes))
-        if not self.enabled or not self._saves or self.generation is None or request.lora is not None:
+        if not self.enabled or not self._saves or self.generation is None:
             return
+        adapter_id = request.adapter_id
         for index in range(request.num_saved_blocks, num_blocks):
             for group, table in zip(self._groups, tables, strict=True):
                 if table[index] != NULL_BLOCK:
-                    self.saves.offer(group.id, table[index], request.block_hashes[index])
+                    self.saves.offer(group.id, table[index], request.block_hashes[index], adapter_id)
         request.num_saved_blocks = max(request.num_saved_blocks, num_blocks)
 
     def take_saves(self, limit: int, holds: Holds) -> tuple[BlockSave, ...]:
@@ -204,7 +224,9 @@ class SaveQueue:
         self._max_pending = max_pending
         self._max_remembered = max_remembered
         self._counters = counters
-        self._pending: deque[tuple[GroupId, BlockId, BlockHash]] = deque()
+        self._pending: deque[tuple[GroupId, BlockId, BlockHash, int]] = deque()
+        self.num_queued = 0
+        """Since the start."""
         self._stored: OrderedDict[tuple[GroupId, BlockHash], None] = OrderedDict()
         self._kept_back: Sequence[BlockHash | None] = ()
 
@@ -216,7 +238,7 @@ class SaveQueue:
         again in the very same place is taken for the old one, and left to others to save."""
         self._kept_back = block_hashes
 
-    def offer(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash) -> None:
+    def offer(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash, adapter_id: int = 0) -> None:
         if self._kept_back and self._kept_back[block_id] == block_hash:
             return
         if (group_id, block_hash) in self._stored:
@@ -226,7 +248,8 @@ class SaveQueue:
             self._counters.saves_dropped += 1
             return
         self.note_stored(group_id, block_hash)
-        self._pending.append((group_id, block_id, block_hash))
+        self._pending.append((group_id, block_id, block_hash, adapter_id))
+        self.num_queued += 1
         self._counters.saves_offered += 1
 
     def note_stored(self, group_id: GroupId, block_hash: BlockHash) -> None:
@@ -241,9 +264,9 @@ class SaveQueue:
     def take(self, limit: int, *, generation: int, holds: Holds) -> tuple[BlockSave, ...]:
         saves: list[BlockSave] = []
         while self._pending and len(saves) < limit:
-            group_id, block_id, block_hash = self._pending.popleft()
+            group_id, block_id, block_hash, adapter_id = self._pending.popleft()
             if holds(block_id, group_id, block_hash):
-                saves.append(BlockSave(group_id, block_id, block_hash, generation))
+                saves.append(BlockSave(group_id, block_id, block_hash, generation, adapter_id))
             else:
                 self.note_missing(group_id, block_hash)
         return tuple(saves)

@@ -77,4 +77,5 @@ def added_message(
             sampling.logprobs,
             sampling.prompt_logprobs if request.skip_lookup else None,
         ),
+        request.adapter_id,
     )

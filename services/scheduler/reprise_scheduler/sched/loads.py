@@ -162,6 +162,8 @@ class Loads:
         request.external.load_tokens = num_tokens - request.num_computed_tokens
         if request.num_preemptions == 0:
             state.counters.external_hit_tokens += request.external.load_tokens
+        else:
+            state.counters.preempted_external_hit_tokens += request.external.load_tokens
         self._admissions.note_sources(request, tiers)
         request.external.stored = NOTHING_STORED
         request.num_computed_tokens = num_tokens
@@ -196,5 +198,7 @@ class Loads:
             if indices:
                 block_ids = pack_ids(table[index] for index in indices)
                 hashes = tuple(request.block_hashes[index] for index in indices)
-                loads.append(BlockLoad(request.handle, group_id, block_ids, hashes, generation))
+                loads.append(
+                    BlockLoad(request.handle, group_id, block_ids, hashes, generation, request.adapter_id)
+                )
         return loads

@@ -43,6 +43,9 @@ class Counters:
     preemptions: int = 0
     external_queried_tokens: int = 0
     external_hit_tokens: int = 0
+    preempted_external_hit_tokens: int = 0
+    """Apart from these: of requests that were preempted."""
+    lookups_again: int = 0
     loads_started: int = 0
     load_failures: int = 0
     loads_skipped_slower: int = 0

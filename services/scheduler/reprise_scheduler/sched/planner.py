@@ -123,6 +123,7 @@ class Planner:
             hit = state.manager.lookup(request, allow_copy=False)
         if state.kv_config.track_misses:
             request.miss = state.manager.explain_miss(request, hit)
+        state.connector.ask_again(request)
         num_external = self._loads.external_tokens(request, hit, now_s)
         if not num_external:
             return self._admit(draft, request, hit, now_s)

@@ -41,6 +41,8 @@ class External:
     stored: StoredBlocks = NOTHING_STORED
     """Nothing until the store has answered."""
     wait_until_s: float | None = None
+    saves_to_await: int | None = None
+    """Of a preempted request: when so many saves are over, the store has more of it than it was asked for."""
     weighed: bool = False
     """Whether it was decided how much of that is loaded."""
     limit_blocks: int = MAX_BLOCKS
@@ -56,6 +58,11 @@ class External:
     """Groups whose loads have not ended."""
     reports: list[LoadReport] = field(default_factory=list)
     """Of the others."""
+
+    def answer(self, stored: StoredBlocks) -> None:
+        """What the store has now; how much of it is loaded is to be decided."""
+        self.stored = stored
+        self.weighed, self.limit_blocks, self.skip = False, MAX_BLOCKS, None
 
 
 class Request:
@@ -171,6 +178,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def adapter_id(self) -> int:
+        """The worker's number of its adapter; 0 = none."""
+        return self.lora.int_id if self.lora is not None else 0
 
     @property
     def num_output_tokens(self) -> int:

@@ -8,10 +8,11 @@ when the token is known. Plans are executed in order, so a block that is taken b
 flight can be handed out again at once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from reprise_core.errors import InvalidInput
+from reprise_core.errors import RepriseError
+from reprise_core.extra_keys import LoraAdapter
 from reprise_core.kv_events import KvEvent
 from reprise_core.requests import FinishReason
 from reprise_core.steps import LoadReport, StepPlan, StepResult
@@ -25,6 +26,7 @@ from reprise_scheduler.sched.loads import Loads
 from reprise_scheduler.sched.outputs import Output, error_output
 from reprise_scheduler.sched.planner import Planner
 from reprise_scheduler.sched.request import Request
+from reprise_scheduler.sched.served_adapters import still_served
 from reprise_scheduler.sched.state import EngineState, PolicyMaker
 from reprise_scheduler.sched.steps import Steps
 from reprise_scheduler.sched.stored_blocks import StoredBlocks
@@ -192,10 +194,14 @@ class Scheduler(EngineState):
         self.manager.reset()
 
     def open_session(
-        self, config: SchedulerConfig, kv_config: KVCacheConfig, eos_token_ids: Iterable[int]
+        self,
+        config: SchedulerConfig,
+        kv_config: KVCacheConfig,
+        eos_token_ids: Iterable[int],
+        adapters: Sequence[LoraAdapter] = (),
     ) -> list[Output]:
-        """A worker has registered, perhaps with another capacity. Returns the requests that no longer
-        fit, ended with an error."""
+        """A worker has registered, perhaps with another capacity, or other content of its adapters. Returns
+        the requests that no longer fit, or whose adapter it does not serve, ended with an error."""
         self.lose_worker()
         waiting = self.unfinished()
         self._lost_events += self.manager.take_events()
@@ -209,7 +215,9 @@ class Scheduler(EngineState):
         for request in sorted(waiting, key=lambda request: request.sequence):
             try:
                 self.check_length(request)
-            except InvalidInput as error:
+                if request.lora is not None:
+                    request.lora = still_served(request.lora, adapters)
+            except RepriseError as error:
                 self.end(request, FinishReason.ERROR)
                 outputs.append(error_output(request, error.kind, str(error)))
             else:

@@ -1,10 +1,11 @@
-"""The ZMQ side: workers save and load block bytes here (`reprise_wire.block_transfer`).
+"""Workers save and load block bytes here (`reprise_wire.block_transfer`).
 
 Nothing that a peer sends ends this: what is no message of the protocol is counted, logged at a limited
 rate and answered with REFUSED where the transfer can be named.
 
 With a worker that shares memory, saved values are copied out of its memory before the answer, and loaded
-ones stay in the arena under a lease. What found no room in the arena travels as a frame.
+ones stay in the arena under a lease. What found no room in the arena travels as a frame, over ZMQ; messages
+without values go over the connection that shares the memory.
 """
 
 import asyncio
@@ -43,8 +44,8 @@ MAX_COPY_ON_LOOP_BYTES = 2 * 1024 * 1024
 
 
 class BlockServer:
-    """Saves are handled in order of arrival, and what comes behind one waits for it; up to
-    `load_concurrency` loads run beside them.
+    """Saves are handled in order of arrival, and what comes behind one on the same way (ZMQ, or a worker's
+    own connection) waits for it; up to `load_concurrency` loads run beside them.
 
     A load beyond `load_queue_requests` is refused as unavailable: the worker recomputes.
     """
@@ -73,7 +74,7 @@ class BlockServer:
         self._max_transfer_blocks = max_transfer_blocks
         self._max_value_bytes = max_value_bytes
         self._loads: set[asyncio.Task[None]] = set()
-        self._saving: asyncio.Task[None] | None = None
+        self._saves: set[asyncio.Task[None]] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._reader = SocketReader(self._socket, self._receive, copy=False)
@@ -96,15 +97,21 @@ class BlockServer:
 
     async def close(self) -> None:
         self._reader.stop()
-        transfers = [*self._loads, *([self._saving] if self._saving is not None else [])]
+        transfers = [*self._loads, *self._saves]
         for transfer in transfers:
             transfer.cancel()
         await asyncio.gather(*transfers, return_exceptions=True)
         self._socket.close()
         self._context.term()
 
+    def receive_by_memory(self, peer: MemoryPeer, message: bytes) -> None:
+        """One that came over the connection that shares memory."""
+        self._take(peer, peer.name, [message])
+
     def _receive(self, frames: Sequence[zmq.Frame]) -> None:
-        peer, message = frames[0].bytes, [_view(frame) for frame in frames[1:]]
+        self._take(self._reader, frames[0].bytes, [_view(frame) for frame in frames[1:]])
+
+    def _take(self, way: SocketReader | MemoryPeer, peer: bytes, message: Sequence[Value]) -> None:
         try:
             header, keyspace = self._check(message)
         except (DataLoss, InvalidInput) as error:
@@ -117,13 +124,13 @@ class BlockServer:
         elif header.kind == TransferKind.RELEASE:
             self._release(peer, header.released)
         elif header.kind == TransferKind.SAVE:
-            self._start_save(self._save(peer, header, keyspace, message[1:]))
+            self._start_save(way, self._save(peer, header, keyspace, message[1:]))
         elif len(self._loads) >= self._load_queue_requests:
             self._refuse(peer, header.transfer_id, "unavailable")
         else:
             self._start_load(self._load(peer, header, keyspace))
 
-    def _check(self, message: Sequence[memoryview]) -> tuple[TransferHeader, Keyspace]:
+    def _check(self, message: Sequence[Value]) -> tuple[TransferHeader, Keyspace]:
         header = decode_transfer(message)
         if header.version != TRANSFER_VERSION or header.kind in (TransferKind.HELLO, TransferKind.RELEASE):
             return header, Keyspace("", "")
@@ -158,14 +165,15 @@ class BlockServer:
     def _sharing(self, peer: bytes) -> MemoryPeer | None:
         return self._memory_peers.get(peer) if self._memory_peers is not None else None
 
-    def _start_save(self, save: Coroutine[Any, Any, None]) -> None:
-        self._reader.pause()
-        self._saving = asyncio.ensure_future(save)
-        self._saving.add_done_callback(self._save_done)
+    def _start_save(self, way: SocketReader | MemoryPeer, save: Coroutine[Any, Any, None]) -> None:
+        way.pause()
+        saving = asyncio.ensure_future(save)
+        self._saves.add(saving)
+        saving.add_done_callback(lambda save: self._save_done(way, save))
 
-    def _save_done(self, save: asyncio.Task[None]) -> None:
-        self._saving = None
-        self._reader.resume()
+    def _save_done(self, way: SocketReader | MemoryPeer, save: asyncio.Task[None]) -> None:
+        self._saves.discard(save)
+        way.resume()
         self._tell_failure(save)
 
     async def _save(
@@ -272,7 +280,7 @@ class BlockServer:
             for place, value in zip(found, values, strict=True)
         )
 
-    def _malformed(self, peer: bytes, message: Sequence[memoryview], problem: str) -> None:
+    def _malformed(self, peer: bytes, message: Sequence[Value], problem: str) -> None:
         self._metrics.malformed.inc()
         self._limited.warning(self._log, "malformed transfer", problem=problem, num_frames=len(message))
         transfer_id = _transfer_id_of(message)
@@ -288,18 +296,25 @@ class BlockServer:
 
     def _send(self, peer: bytes, header: TransferHeader, values: Sequence[Value] = ()) -> bool:
         """Whether it is on its way."""
+        sharing, problem = self._sharing(peer), ""
         try:
-            self._socket.send_multipart(
-                [peer, encode_transfer(header), *values], flags=zmq.DONTWAIT, copy=False
-            )
-        except zmq.ZMQError as error:
-            # EAGAIN: it does not read its answers. EHOSTUNREACH: it is gone.
+            if sharing is None or values:
+                self._send_by_zmq(peer, [encode_transfer(header), *values])
+            elif not sharing.send(encode_transfer(header)):
+                problem = "it does not read its answers"
+        except (zmq.ZMQError, OSError) as error:
+            # EAGAIN: it does not read its answers. EHOSTUNREACH, EPIPE: it is gone.
+            problem = str(error)
+        if problem:
             self._metrics.replies_dropped.inc()
-            self._limited.warning(self._log, "answer dropped", error=str(error))
-            return False
+            self._limited.warning(self._log, "answer dropped", error=problem)
+        return not problem
+
+    def _send_by_zmq(self, peer: bytes, message: Sequence[Value]) -> None:
+        try:
+            self._socket.send_multipart([peer, *message], flags=zmq.DONTWAIT, copy=False)
         finally:
             self._reader.kick()
-        return True
 
 
 def _view(frame: zmq.Frame) -> memoryview:
@@ -308,7 +323,7 @@ def _view(frame: zmq.Frame) -> memoryview:
     return buffer if isinstance(buffer, memoryview) else memoryview(buffer)
 
 
-def _transfer_id_of(message: Sequence[memoryview]) -> int | None:
+def _transfer_id_of(message: Sequence[Value]) -> int | None:
     """Which transfer a message that failed the checks was, as far as it can be read."""
     try:
         header = msgspec.msgpack.decode(message[0]) if message else None

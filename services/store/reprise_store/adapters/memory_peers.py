@@ -1,18 +1,25 @@
 """Workers of this machine that share memory with us: who they are, and what of ours they are reading.
 
 A worker that said HELLO is offered a token; with it, it comes to a Unix socket, hands over its memory and
-gets ours, to read. From then on the ZMQ peer that was given the token may name places. The connection
-stays; when it breaks the worker is gone, and so are its leases.
+gets ours, to read. From then on the ZMQ peer that was given the token may name places, and messages without
+values go over the connection. When that breaks the worker is gone, and so are its leases.
 """
 
 import asyncio
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reprise_runtime.logs import LimitedLog, get_logger
-from reprise_runtime.shared_memory import TOKEN_NBYTES, Memory, accept_join, listen, receive_join
+from reprise_runtime.shared_memory import (
+    TOKEN_NBYTES,
+    Memory,
+    MemoryConnection,
+    accept_join,
+    listen,
+    receive_join,
+)
 from reprise_store.metrics import StoreMetrics
 from reprise_store.ports import Value
 from reprise_wire.block_transfer import MemoryOffer
@@ -28,9 +35,46 @@ SWEEP_INTERVAL_S = 1.0
 class MemoryPeer:
     """`leases`: per LOADED that is not yet released, until when, and the values that it keeps in place."""
 
-    def __init__(self, memory: Memory | None) -> None:
+    def __init__(self, name: bytes, memory: Memory | None, connection: MemoryConnection) -> None:
+        """`name`: of the same worker on ZMQ."""
+        self.name = name
         self.memory = memory
         self.leases: OrderedDict[int, tuple[float, Sequence[Value]]] = OrderedDict()
+        self._connection = connection
+        self._on_message: Callable[[MemoryPeer, bytes], None]
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+
+    async def serve(self, on_message: "Callable[[MemoryPeer, bytes], None]") -> None:
+        """Until the connection breaks, and raises the OSError that it broke with."""
+        self._on_message = on_message
+        self.resume()
+        try:
+            await self._ended
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """What comes then waits in the system's buffer until `resume`."""
+        self._loop.remove_reader(self._connection)
+
+    def resume(self) -> None:
+        if not self._ended.done():
+            self._loop.add_reader(self._connection, self._read)
+
+    def send(self, message: bytes) -> bool:
+        """Whether it is on its way. Raises OSError when the worker is gone."""
+        return self._connection.send(message)
+
+    def _read(self) -> None:
+        try:
+            message = self._connection.receive()
+        except OSError as error:
+            self.pause()
+            self._ended.set_exception(error)
+        else:
+            if message is not None:
+                self._on_message(self, message)
 
 
 class MemoryPeers:
@@ -77,13 +121,13 @@ class MemoryPeers:
             if peer.leases.pop(transfer_id, None) is not None:
                 self._metrics.memory_leases.dec()
 
-    async def serve_forever(self) -> None:
+    async def serve_forever(self, on_message: Callable[[MemoryPeer, bytes], None]) -> None:
         loop = asyncio.get_running_loop()
         sweep = asyncio.ensure_future(self._sweep_forever())
         try:
             while True:
                 connection, _ = await loop.sock_accept(self._listener)
-                task = asyncio.ensure_future(self._serve(connection))
+                task = asyncio.ensure_future(self._serve(connection, on_message))
                 self._connections.add(task)
                 task.add_done_callback(self._connections.discard)
         finally:
@@ -95,34 +139,38 @@ class MemoryPeers:
         await asyncio.gather(*self._connections, return_exceptions=True)
         self._listener.close()
 
-    async def _serve(self, connection: socket.socket) -> None:
-        name = b""
+    async def _serve(
+        self, connection: socket.socket, on_message: Callable[[MemoryPeer, bytes], None]
+    ) -> None:
+        peer: MemoryPeer | None = None
         with connection:
             try:
                 async with asyncio.timeout(JOIN_TIMEOUT_S):
                     await _readable(connection)
-                name = self._join(connection)
-                await _readable(connection)  # nothing more is said: this is its end
+                peer = self._join(connection)
+                await peer.serve(on_message)
             except (OSError, TimeoutError) as error:
-                self._limited.warning(self._log, "no memory shared with a worker", problem=str(error))
+                if peer is None:
+                    self._limited.warning(self._log, "no memory shared with a worker", problem=str(error))
             finally:
-                self._leave(name)
+                if peer is not None:
+                    self._leave(peer)
 
-    def _join(self, connection: socket.socket) -> bytes:
+    def _join(self, connection: socket.socket) -> MemoryPeer:
         request = receive_join(connection)
         name = self._offers.pop(request.token, None)
         if name is None or len(self._peers) >= MAX_PEERS:
             raise OSError("unknown token" if name is None else f"{MAX_PEERS} workers share memory already")
         accept_join(connection, self._ours)
-        self._peers[name] = MemoryPeer(request.memory)
+        self._peers[name] = peer = MemoryPeer(name, request.memory, MemoryConnection(connection))
         self._metrics.memory_peers.set(len(self._peers))
-        return name
+        return peer
 
-    def _leave(self, name: bytes) -> None:
-        peer = self._peers.pop(name, None)
-        if peer is not None:
-            self.release(peer, list(peer.leases))
-            self._metrics.memory_peers.set(len(self._peers))
+    def _leave(self, peer: MemoryPeer) -> None:
+        if self._peers.get(peer.name) is peer:  # it may have come again
+            del self._peers[peer.name]
+        self.release(peer, list(peer.leases))
+        self._metrics.memory_peers.set(len(self._peers))
 
     async def _sweep_forever(self) -> None:
         """Ends leases that nobody releases. Their reader may still be at it: its checksum tells it."""

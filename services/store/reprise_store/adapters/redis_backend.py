@@ -1,5 +1,4 @@
-"""Blocks in Redis or Valkey: threads with a connection each, pipelines in bounded chunks, one atomic value
-per block.
+"""Blocks in Redis or Valkey: pipelines in bounded chunks, one atomic value per block.
 
 The generation of a scope is the number under `<namespace>:generation:<fingerprint>`. It starts at a
 large random number rather than 0, so that one that was evicted or lost with the server can never come
@@ -12,6 +11,7 @@ and the blocks on others, so it is read in a round trip of its own once every no
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from reprise_store.adapters.redis_calls import KeyedCall, Part, RedisCalls, Split
@@ -35,7 +35,7 @@ SWEEP_PAUSE_S = 0.005
 class RedisLimits:
     timeout_s: float
     connections: int
-    """Calls at the same time, each in a thread with a connection of its own."""
+    """Calls at the same time, each with a connection of its own."""
     chunk_bytes: int
     chunk_keys: int
     max_value_bytes: int
@@ -93,8 +93,10 @@ class RedisBackend:
             allocate=allocate,
             max_bulk_bytes=limits.max_value_bytes,
         )
+        threads = ThreadPoolExecutor(limits.connections, thread_name_prefix="redis")
         self._calls = RedisCalls(
-            make_topology(address, connector, make_breaker),
+            make_topology(address, connector, threads, make_breaker),
+            threads,
             connections=limits.connections,
             timeout_s=limits.timeout_s,
         )
@@ -137,7 +139,7 @@ class RedisBackend:
             commands: list[Command] = [(b"GETEX", name, b"PX", b"%d" % self._ttl_ms) for name in names]
         else:
             commands = [(b"GET", name) for name in names]
-        call = KeyedCall(names, commands)
+        call = KeyedCall(names, commands, value_nbytes=self._value_nbytes)
         generation = await self._each(scope, call, split)
         # An empty value is no block; the wire says "none" with an empty frame.
         values = [answer or None for answer in call.answers]
@@ -153,15 +155,14 @@ class RedisBackend:
         expiry = (b"PX", b"%d" % self._ttl_ms) if self._ttl_ms else ()
         names = [key.encode() for key, _ in items]
         commands = [(b"SET", name, value, *expiry) for name, (_, value) in zip(names, items, strict=True)]
-        call = KeyedCall(names, commands)
+        call = KeyedCall(names, commands, value_nbytes=self._value_nbytes)
         generation = await self._each(scope, call, split)
         taken = [answer == b"OK" for answer in call.answers]
         if generation is not None:
             await self._take_back(
                 scope, generation, [name for name, one in zip(names, taken, strict=True) if one]
             )
-        partly = self._calls.sharded and any(taken)
-        return [None if partly and not one else one for one in taken]
+        return [None if answer is None else one for answer, one in zip(call.answers, taken, strict=True)]
 
     async def ensure_generation(self, scope: Scope, proposal: int) -> int:
         key = generation_key(scope)

@@ -1,13 +1,13 @@
-"""Commands to the servers that have their keys: threads, redirections, nodes that are away.
+"""Commands to the servers that have their keys: limits, redirections, nodes that are away.
 
-Every call runs in a thread with a connection to itself. In a cluster a node that is away costs what lives
-there and no time: it has a breaker of its own. Redirections are followed once, and the slots are read anew
-in the background after each, and after each failure.
+Every call has a connection to itself. In a cluster a node that is away costs what lives there and no time:
+it has a breaker of its own. Redirections are followed once, and the slots are read anew in the background
+after each, and after each failure.
 """
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any
 
 from redis.exceptions import (
@@ -38,9 +38,11 @@ Split = Callable[[Part], Iterator[Part]]
 class KeyedCall:
     """One command per key, and what came back."""
 
-    def __init__(self, keys: Sequence[bytes], commands: Sequence[Command]) -> None:
+    def __init__(self, keys: Sequence[bytes], commands: Sequence[Command], *, value_nbytes: int = 0) -> None:
+        """`value_nbytes`: of one value, sent or received; about."""
         self.keys = keys
         self.commands = commands
+        self.value_nbytes = value_nbytes
         self.along: Command | None = None
         """Asked for at the end of each pipeline."""
         self.answers: list[Any] = [None] * len(keys)
@@ -54,11 +56,14 @@ class RedisCalls:
     """At most `connections` calls at the same time; each waits at most `timeout_s` for its turn and as long
     for the answer."""
 
-    def __init__(self, topology: OneNode | ClusterNodes, *, connections: int, timeout_s: float) -> None:
+    def __init__(
+        self, topology: OneNode | ClusterNodes, threads: Executor, *, connections: int, timeout_s: float
+    ) -> None:
+        """`threads`: where the topology makes connections; closed with this."""
         self._topology = topology
+        self._threads = threads
         self._connections = connections
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="redis")
         self._slots = asyncio.Semaphore(connections)
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -119,13 +124,13 @@ class RedisCalls:
             raise BackendDown(f"redis: {reason_of(answers[-1])}")
         return answers[-1]
 
-    async def ask(self, node: RedisNode, commands: Sequence[Command]) -> list[Any]:
+    async def ask(self, node: RedisNode, commands: Sequence[Command], *, num_bytes: int = 0) -> list[Any]:
         """As `_try`, but a cluster's node that is known to be away fails at once."""
         breaker = node.breaker
         if breaker is not None and not breaker.closed and not breaker.try_probe():
             raise self._partly(f"redis: node {node.name} is left alone until it answers")
         try:
-            return await self._try(node, commands)
+            return await self._try(node, commands, num_bytes)
         except BackendDown as error:
             if breaker is None:
                 raise
@@ -167,7 +172,7 @@ class RedisCalls:
             commands = [command for one in commands for command in (_ASKING, one)]
         if call.along is not None:
             commands.append(call.along)
-        answers = await self.ask(node, commands)
+        answers = await self.ask(node, commands, num_bytes=len(part) * call.value_nbytes)
         if call.along is not None:
             call.along_answers.append(answers.pop())
         call.num_answered += len(part)
@@ -224,9 +229,9 @@ class RedisCalls:
         all_away = all(node.breaker is not None and not node.breaker.closed for node in nodes)
         return BackendDown(problem) if all_away else BackendPartlyDown(problem)
 
-    async def _try(self, node: RedisNode, commands: Sequence[Command]) -> list[Any]:
+    async def _try(self, node: RedisNode, commands: Sequence[Command], num_bytes: int = 0) -> list[Any]:
         try:
-            answers = await self._in_thread(node, commands)
+            answers = await self._round_trip(node, commands, num_bytes)
             for answer in answers:
                 if isinstance(answer, Exception) and _is_failure(answer):
                     raise BackendDown(f"redis: {node.name}: {reason_of(answer)}") from answer
@@ -241,24 +246,17 @@ class RedisCalls:
             node.breaker.succeeded()
         return answers
 
-    async def _in_thread(self, node: RedisNode, commands: Sequence[Command]) -> list[Any]:
-        """The slot is free again when the thread is, not when we have waited enough."""
-        timeout_s = self._timeout_s
+    async def _round_trip(self, node: RedisNode, commands: Sequence[Command], num_bytes: int) -> list[Any]:
         if self._slots.locked():
             await self._wait_for_turn()
         else:
             await self._slots.acquire()  # at once
-        call = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: node.round_trip(commands, timeout_s)
-        )
-        call.add_done_callback(self._thread_is_free)
-        done, _ = await asyncio.wait({call}, timeout=timeout_s)
-        if not done:
-            raise BackendDown(f"redis: {node.name}: no answer within {timeout_s} s")
         try:
-            return call.result()
+            return await node.round_trip(commands, self._timeout_s, num_bytes=num_bytes)
         except (RedisError, OSError) as error:
             raise BackendDown(f"redis: {node.name}: {reason_of(error)}") from error
+        finally:
+            self._slots.release()
 
     async def _wait_for_turn(self) -> None:
         try:
@@ -266,11 +264,6 @@ class RedisCalls:
                 await self._slots.acquire()
         except TimeoutError as error:
             raise BackendBusy(f"redis: all {self._connections} connections are in use") from error
-
-    def _thread_is_free(self, call: "asyncio.Future[list[Any]]") -> None:
-        self._slots.release()
-        if not call.cancelled():
-            call.exception()  # whoever had waited enough does not fetch it
 
 
 def _is_failure(answer: Exception) -> bool:

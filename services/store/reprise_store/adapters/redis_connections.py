@@ -1,25 +1,23 @@
 """From settings to connections: credentials, TLS, sentinels."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import monotonic
+from ssl import SSLWantReadError, SSLWantWriteError
 from typing import Any
 
 from redis import connection as redis_connection
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from reprise_store.adapters.redis_node import Connection, RedisNode
+from reprise_store.adapters.redis_node import Connection
 from reprise_store.adapters.resp_parser import Allocate, BlockParser
-from reprise_store.ports import Value
 from reprise_store.redis_address import RedisAddress
 
 MAX_PIECES_AT_ONCE = 512
@@ -28,29 +26,36 @@ MAX_PIECES_AT_ONCE = 512
 
 class _Pipelines:
     """What redis-py's connections lack: pieces of memory sent together, and all the answers read by our
-    parser in one go."""
+    parser in one go, neither of which blocks."""
 
     _parser: BlockParser
     _sock: Any
 
-    def send_pieces(self, pieces: Sequence[Value], deadline_s: float) -> None:
-        """Raises OSError or RedisError; the time is looked at whenever the socket took something."""
-        left = deque(memoryview(piece) for piece in pieces)
-        while left:
-            num_sent = self._send_some(left)
-            if monotonic() > deadline_s:
-                raise RedisTimeoutError("the round trip takes too long")
-            while left and num_sent >= len(left[0]):
-                num_sent -= len(left.popleft())
-            if num_sent:
-                left[0] = left[0][num_sent:]
+    def stop_blocking(self) -> None:
+        self._sock.setblocking(False)
 
-    def _send_some(self, pieces: deque[memoryview]) -> int:
+    def fileno(self) -> int:
+        number: int = self._sock.fileno()
+        return number
+
+    def send_some(self, pieces: deque[memoryview]) -> None:
+        """Takes from the pieces what the socket takes now."""
+        try:
+            while pieces:
+                num_sent = self._send(pieces)
+                while pieces and num_sent >= len(pieces[0]):
+                    num_sent -= len(pieces.popleft())
+                if num_sent:
+                    pieces[0] = pieces[0][num_sent:]
+        except (BlockingIOError, SSLWantReadError, SSLWantWriteError):
+            return
+
+    def _send(self, pieces: deque[memoryview]) -> int:
         num_sent: int = self._sock.sendmsg(list(islice(pieces, MAX_PIECES_AT_ONCE)))
         return num_sent
 
-    def read_responses(self, count: int, timeout_s: float) -> list[Any]:
-        return self._parser.read_responses(count, timeout_s)
+    def responses(self, count: int) -> Generator[None, None, list[Any]]:
+        return self._parser.responses(count)
 
 
 class _TcpConnection(_Pipelines, redis_connection.Connection):
@@ -58,7 +63,7 @@ class _TcpConnection(_Pipelines, redis_connection.Connection):
 
 
 class _TlsConnection(_Pipelines, redis_connection.SSLConnection):
-    def _send_some(self, pieces: deque[memoryview]) -> int:
+    def _send(self, pieces: deque[memoryview]) -> int:
         num_sent: int = self._sock.send(pieces[0])
         return num_sent
 
@@ -108,7 +113,6 @@ class Connector:
     ) -> None:
         self._address = address
         self._security = security
-        self._timeout_s = timeout_s
         self._common: dict[str, Any] = {
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
@@ -143,12 +147,11 @@ class Connector:
         login = _login(security.sentinel_user, "", security.sentinel_password_file)
         options = self._common | login
         sentinels = _Sentinels(
-            [
-                RedisNode(f"sentinel {host}:{port}", partial(self._connect, host, port, options))
+            {
+                f"sentinel {host}:{port}": partial(self._connect, host, port, options)
                 for host, port in self._address.hosts
-            ],
+            },
             self._address.service,
-            self._timeout_s,
         )
         return lambda: self.to_host(*sentinels.primary())
 
@@ -160,28 +163,36 @@ class Connector:
 
 
 class _Sentinels:
-    """Asked in turn, the one that answered last first. Any thread may call."""
+    """Asked in turn, the one that answered last first. Any thread may call; a call blocks."""
 
-    def __init__(self, nodes: Sequence[RedisNode], service: str, timeout_s: float) -> None:
-        self._nodes = list(nodes)
+    def __init__(self, sentinels: dict[str, Callable[[], Connection]], service: str) -> None:
+        self._sentinels = sentinels
+        self._names = list(sentinels)
         self._service = service
-        self._timeout_s = timeout_s
 
     def primary(self) -> tuple[str, int]:
-        question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
         problems = []
-        for node in (nodes := self._nodes):
+        for name in (names := self._names):
             try:
-                (answer,) = node.round_trip([question], self._timeout_s)
+                answer = self._ask(self._sentinels[name]())
             except (RedisError, OSError) as error:
-                problems.append(f"{node.name}: {type(error).__name__}")
+                words = error if isinstance(error, ResponseError) else type(error).__name__
+                problems.append(f"{name}: {words}")
                 continue
             if isinstance(answer, list):
-                self._nodes = [node, *(other for other in nodes if other is not node)]
+                self._names = [name, *(other for other in names if other != name)]
                 host, port = answer
                 return host.decode(), int(port)
-            problems.append(f"{node.name}: {answer or 'does not know it'}")
+            problems.append(f"{name}: does not know it")
         raise RedisConnectionError(f"no primary of {self._service}: {'; '.join(problems)}")
+
+    def _ask(self, connection: Connection) -> Any:
+        try:
+            connection.connect()
+            connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+            return connection.read_response()
+        finally:
+            connection.disconnect()
 
 
 def _login(user: str, password: str, password_file: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which server has a key: one server, or the nodes of a cluster by hash slot."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 from redis.crc import key_slot
@@ -39,9 +40,14 @@ class ClusterNodes:
     """Keys lie on several servers."""
 
     def __init__(
-        self, seeds: Sequence[Host], connector: Connector, make_breaker: Callable[[], CircuitBreaker]
+        self,
+        seeds: Sequence[Host],
+        connector: Connector,
+        threads: Executor,
+        make_breaker: Callable[[], CircuitBreaker],
     ) -> None:
         self._connector = connector
+        self._threads = threads
         self._make_breaker = make_breaker
         self._nodes: dict[Host, RedisNode] = {}
         self._seeds = [self.node_at(host, port) for host, port in seeds]
@@ -60,7 +66,10 @@ class ClusterNodes:
         """Also one that redirections name before the slots are read anew."""
         if (host, port) not in self._nodes:
             self._nodes[host, port] = RedisNode(
-                f"{host}:{port}", lambda: self._connector.to_host(host, port), breaker=self._make_breaker()
+                f"{host}:{port}",
+                lambda: self._connector.to_host(host, port),
+                self._threads,
+                breaker=self._make_breaker(),
             )
         return self._nodes[host, port]
 
@@ -85,15 +94,20 @@ class ClusterNodes:
 
 
 def make_topology(
-    address: RedisAddress, connector: Connector, make_breaker: Callable[[], CircuitBreaker]
+    address: RedisAddress,
+    connector: Connector,
+    threads: Executor,
+    make_breaker: Callable[[], CircuitBreaker],
 ) -> OneNode | ClusterNodes:
+    """Connections are made in `threads`."""
     match address.kind:
         case RedisKind.UNIX:
-            return OneNode(RedisNode(address.path, connector.to_socket))
+            return OneNode(RedisNode(address.path, connector.to_socket, threads))
         case RedisKind.SENTINEL:
-            return OneNode(RedisNode(address.service, connector.to_primary(), follows_primary=True))
+            primary = connector.to_primary()
+            return OneNode(RedisNode(address.service, primary, threads, follows_primary=True))
         case RedisKind.CLUSTER:
-            return ClusterNodes(address.hosts, connector, make_breaker)
+            return ClusterNodes(address.hosts, connector, threads, make_breaker)
         case RedisKind.SINGLE:
             (host, port) = address.hosts[0]
-            return OneNode(RedisNode(f"{host}:{port}", lambda: connector.to_host(host, port)))
+            return OneNode(RedisNode(f"{host}:{port}", lambda: connector.to_host(host, port), threads))

@@ -4,12 +4,14 @@ A bulk string of more than a few KiB is read from the socket into memory that `a
 workers read, see shared_arena), so a block is copied once, by the kernel, and where the socket can scatter
 what it reads (TLS cannot) the next one's length comes along. Everything else goes through a small line
 buffer. redis-py takes it as the parser of a connection.
+
+Its parts are generators that yield where a socket that does not block has nothing more to read.
 """
 
 import re
 import select
-from collections.abc import Callable
-from time import monotonic
+from collections.abc import Callable, Generator
+from ssl import SSLWantReadError
 from typing import Any
 
 from redis._parsers.base import BaseParser
@@ -22,11 +24,14 @@ HEADER_READ_NBYTES = 4096
 """Read at once while a line is expected: what follows it, of a large value, is copied once more."""
 READ_AHEAD_NBYTES = 64
 """Read at once with the end of a large value: the length of the next one, and little of itself."""
+MAX_TURN_NBYTES = 1024 * 1024
+"""Read before the others on the event loop have their turn (some 0.3 ms)."""
 _DIGITS = re.compile(rb"(?::[0-9]\r\n)*")
 
 _parse_error: Callable[[str], Exception] = BaseParser.parse_error
 
 Allocate = Callable[[int], memoryview | None]
+Reading = Generator[None, None, Any]
 
 
 class BlockParser(BaseParser):
@@ -47,7 +52,7 @@ class BlockParser(BaseParser):
         self._buffer = bytearray(LINE_BUFFER_NBYTES)
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
-        self._deadline_s: float | None = None
+        self._turn_nbytes = 0
 
     def on_connect(self, connection: Any) -> None:
         self._socket = connection._sock
@@ -65,22 +70,23 @@ class BlockParser(BaseParser):
         return bool(poller.poll(timeout * 1000))
 
     def read_response(self, disable_decoding: bool = False, timeout: Any = None) -> Any:
-        """One answer; an error is returned. For what redis-py itself asks while it connects."""
-        return self._read()
+        """One answer of a socket that blocks; an error is returned. For what redis-py itself asks while it
+        connects."""
+        reading = self._read()
+        while True:
+            try:
+                next(reading)
+            except StopIteration as end:
+                return end.value
 
-    def read_responses(self, count: int, timeout_s: float) -> list[Any]:
-        """As many answers; errors stand among them. The time is for all of them, and checked each time the
-        socket gave something: it ends at most the socket's own time-out later."""
-        self._deadline_s = monotonic() + timeout_s
+    def responses(self, count: int) -> Generator[None, None, list[Any]]:
+        """As many answers; errors stand among them. Yields to be resumed when there is more to read."""
         answers: list[Any] = []
-        try:
-            while len(answers) < count:
-                answers += self._digits(count - len(answers))
-                if len(answers) < count:
-                    answers.append(self._read())
-            return answers
-        finally:
-            self._deadline_s = None
+        while len(answers) < count:
+            answers += self._digits(count - len(answers))
+            if len(answers) < count:
+                answers.append((yield from self._read()))
+        return answers
 
     def _digits(self, limit: int) -> list[int]:
         """One-digit numbers that are in the buffer: a look-up's answers are little else."""
@@ -90,17 +96,22 @@ class BlockParser(BaseParser):
         self._start = run.end()
         return [digit - 48 for digit in self._buffer[run.start() + 1 : run.end() : 4]]
 
-    def _read(self) -> Any:
-        line = self._line()
+    def _read(self) -> Reading:
+        line = yield from self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
-            return None if rest == b"-1" else self._bulk(int(rest))
+            return None if rest == b"-1" else (yield from self._bulk(int(rest)))
         if kind == b":":
             return int(rest)
         if kind == b"+":
             return rest
         if kind == b"*":
-            return None if rest == b"-1" else [self._read() for _ in range(int(rest))]
+            if rest == b"-1":
+                return None
+            elements = []
+            for _ in range(int(rest)):
+                elements.append((yield from self._read()))
+            return elements
         if kind == b"-":
             error = _parse_error(rest.decode("utf-8", errors="replace"))
             if isinstance(error, RedisConnectionError):
@@ -108,7 +119,7 @@ class BlockParser(BaseParser):
             return error
         raise InvalidResponse(f"Protocol error: {line[:20]!r}")
 
-    def _line(self) -> bytes:
+    def _line(self) -> Generator[None, None, bytes]:
         while True:
             end = self._buffer.find(b"\r\n", self._start, self._stop)
             if end >= 0:
@@ -120,47 +131,59 @@ class BlockParser(BaseParser):
             self._start, self._stop = 0, len(waiting)
             if len(waiting) >= HEADER_READ_NBYTES:
                 raise InvalidResponse(f"Protocol error: a line of more than {HEADER_READ_NBYTES} bytes")
-            self._stop += self._receive([self._view[self._stop : self._stop + HEADER_READ_NBYTES]])
+            self._stop += yield from self._receive([self._view[self._stop : self._stop + HEADER_READ_NBYTES]])
 
-    def _bulk(self, nbytes: int) -> bytes | memoryview | None:
+    def _bulk(self, nbytes: int) -> Generator[None, None, bytes | memoryview | None]:
+        value: bytes | memoryview | None = None
         if nbytes > self._max_bulk_bytes:
-            self._skip(nbytes)
-            value: bytes | memoryview | None = None
+            yield from self._skip(nbytes)
         elif nbytes <= HEADER_READ_NBYTES:
-            value = bytes(self._fill(memoryview(bytearray(nbytes))))
+            short = memoryview(bytearray(nbytes))
+            yield from self._fill(short)
+            value = bytes(short)
         else:
             room = self._allocate(nbytes)
-            value = self._fill(room if room is not None else memoryview(bytearray(nbytes)))
-        self._line()
+            value = room if room is not None else memoryview(bytearray(nbytes))
+            yield from self._fill(value)
+        yield from self._line()
         return value
 
-    def _fill(self, target: memoryview) -> memoryview:
+    def _fill(self, target: memoryview) -> Generator[None, None, None]:
         have = min(len(target), self._stop - self._start)
         target[:have] = self._view[self._start : self._start + have]
         self._start += have
         ahead = self._view[:READ_AHEAD_NBYTES]
         while have < len(target):  # nothing is left in the buffer
-            have += self._receive([target[have:], ahead] if self._scatters else [target[have:]])
+            have += yield from self._receive([target[have:], ahead] if self._scatters else [target[have:]])
             self._start, self._stop = 0, max(0, have - len(target))
-        return target
 
-    def _skip(self, nbytes: int) -> None:
+    def _skip(self, nbytes: int) -> Generator[None, None, None]:
         scratch = memoryview(bytearray(LINE_BUFFER_NBYTES))
         while nbytes:
-            nbytes -= len(self._fill(scratch[: min(nbytes, len(scratch))]))
+            part = scratch[: min(nbytes, len(scratch))]
+            yield from self._fill(part)
+            nbytes -= len(part)
 
-    def _receive(self, targets: list[memoryview]) -> int:
+    def _receive(self, targets: list[memoryview]) -> Generator[None, None, int]:
         """Into the first, then the next."""
-        try:
-            received: int
-            if self._scatters:
-                received, *_ = self._socket.recvmsg_into(targets)
-            else:
-                received = self._socket.recv_into(targets[0])
-        except TimeoutError as error:
-            raise RedisTimeoutError("no answer in time") from error
-        if not received:
-            raise RedisConnectionError("the server closed the connection")
-        if self._deadline_s is not None and monotonic() > self._deadline_s:
-            raise RedisTimeoutError("the answer takes too long")
-        return received
+        if self._scatters and self._turn_nbytes > MAX_TURN_NBYTES:
+            # Not with TLS: what it has decrypted already would wake nobody.
+            self._turn_nbytes = 0
+            yield
+        while True:
+            try:
+                received: int
+                if self._scatters:
+                    received, *_ = self._socket.recvmsg_into(targets)
+                else:
+                    received = self._socket.recv_into(targets[0])
+            except (BlockingIOError, SSLWantReadError):
+                self._turn_nbytes = 0
+                yield
+                continue
+            except TimeoutError as error:
+                raise RedisTimeoutError("no answer in time") from error
+            if not received:
+                raise RedisConnectionError("the server closed the connection")
+            self._turn_nbytes += received
+            return received

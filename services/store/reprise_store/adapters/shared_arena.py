@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from reprise_runtime.shared_memory import Memory, make_memory, read_into
 from reprise_store.ports import Value
@@ -31,6 +32,8 @@ class _Slot:
     offset: int
     resident_bytes: int = 0
     """Of its pages; they stay when the slot is freed."""
+    view: Any = None
+    """A weak reference to what its value is read through; tells when that is gone."""
 
 
 @dataclass(slots=True)
@@ -76,7 +79,7 @@ class SharedArena:
             self._on_full()
             return None
         holder = (ctypes.c_ubyte * nbytes).from_buffer(self._map, slot.offset)
-        weakref.finalize(holder, self._freed.append, slot).atexit = False
+        slot.view = weakref.ref(holder, lambda _: self._freed.append(slot))
         return memoryview(holder).cast("B")
 
     def land(self, value: Value) -> Value:
@@ -166,6 +169,8 @@ class SharedArena:
         return self._classes[_PAGE_NBYTES << number]
 
     def _make_room(self, growth: int) -> bool:
+        if self.resident_bytes + growth <= self._budget_bytes:
+            return True
         for size_class in self._classes.values():
             while self.resident_bytes + growth > self._budget_bytes and size_class.warm:
                 slot = size_class.warm.pop()

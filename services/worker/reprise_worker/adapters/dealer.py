@@ -42,6 +42,8 @@ class DealerThread:
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._socket: zmq.Socket[bytes]
+        self._poller = zmq.Poller()
+        self._watched: dict[int, Callable[[], None]] = {}
 
     def start(self) -> None:
         self._thread.start()
@@ -59,6 +61,16 @@ class DealerThread:
         """Makes the thread take its next turn now; any thread may call it."""
         with contextlib.suppress(BlockingIOError):  # it is awake already
             os.write(self._wake_write, b"\0")
+
+    def watch(self, fd: int, on_ready: Callable[[], None]) -> None:
+        """On the thread only: has `on_ready` called while the descriptor has something to read."""
+        self._watched[fd] = on_ready
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Before it is closed."""
+        del self._watched[fd]
+        self._poller.unregister(fd)
 
     def send(self, frames: Sequence[bytes | memoryview]) -> bool:
         """On the thread only; False when the peer is away or its queue is full."""
@@ -108,16 +120,17 @@ class DealerThread:
             monitor.close(linger=0)
 
     def _take_turns(self, monitor: zmq.Socket[bytes]) -> None:
-        poller = zmq.Poller()
         for source in (self._socket, monitor, self._wake_read):
-            poller.register(source, zmq.POLLIN)
+            self._poller.register(source, zmq.POLLIN)
         while not self._stopping.is_set():
             wait_s = self.on_turn()
-            ready = dict(poller.poll(max(0, math.ceil(wait_s * 1000))))
+            ready = dict(self._poller.poll(max(0, math.ceil(wait_s * 1000))))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if monitor in ready:
                 self._receive_connections(monitor)
+            for fd in self._watched.keys() & ready.keys():
+                self._watched[fd]()
             self._receive_frames()
 
     def _receive_connections(self, monitor: zmq.Socket[bytes]) -> None:

@@ -1,10 +1,12 @@
-"""Transfers over ZMQ: the thread that carries block values between staging, cache and store.
+"""The thread that carries block values between staging, cache and store.
 
 On every connection the worker says HELLO until the store answers; a store of this machine then offers
 shared memory. Where it cannot be had, the values are messages, and a log line says why.
+
+A message without values goes over the connection that shares the memory, where there is one: there are no
+threads of ZMQ's in between. HELLO, WELCOME and what carries values go over ZMQ.
 """
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,7 +14,7 @@ import zmq
 
 from reprise_core.errors import DataLoss
 from reprise_runtime.logs import LimitedLog, get_logger
-from reprise_runtime.shared_memory import Memory, join
+from reprise_runtime.shared_memory import Memory, MemoryConnection, join
 from reprise_wire.block_transfer import (
     TRANSFER_VERSION,
     MemoryOffer,
@@ -66,7 +68,7 @@ class StoreLink(DealerThread):
         self._welcome = False
         self._refused = False
         self._away = False  # it was there and left; before the first connection it is only late
-        self._memory_connection: socket.socket | None = None
+        self._memory_connection: MemoryConnection | None = None
 
     def on_turn(self) -> float:
         now_s = time.monotonic()
@@ -77,16 +79,18 @@ class StoreLink(DealerThread):
             self._transfers.refuse_all()
         elif self._away:
             self._transfers.fail_loads(older_than_s=_AWAY_GRACE_S)
-        self._transfers.pump(self.send if self._welcome else _nobody)
+        self._transfers.pump(self._send if self._welcome else _nobody)
         if self._greeting or self._transfers.has_unsent:
             return _RETRY_S
         deadline_s = self._transfers.next_deadline_s()
         return _IDLE_S if deadline_s is None else min(_IDLE_S, deadline_s - time.monotonic())
 
     def on_frames(self, frames: list[zmq.Frame]) -> None:
-        buffers = [frame.buffer for frame in frames]
+        self._take([frame.buffer for frame in frames])
+
+    def _take(self, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            self._receive(decode_transfer(buffers), buffers[1:])
+            self._receive(decode_transfer(frames), frames[1:])
         except DataLoss as error:
             self._metrics.frames_malformed.labels("store").inc()
             self._limited.warning(log, "malformed frames from the store", problem=str(error))
@@ -100,7 +104,28 @@ class StoreLink(DealerThread):
         super().stop()
         self._close_memory_connection()
 
-    def _receive(self, header: TransferHeader, values: Sequence[memoryview]) -> None:
+    def _send(self, frames: Sequence[bytes | memoryview]) -> bool:
+        connection = self._memory_connection
+        if connection is None or len(frames) > 1:
+            return self.send(frames)
+        try:
+            return connection.send(frames[0])
+        except OSError:
+            return False  # its end is read in a moment
+
+    def _receive_by_memory(self) -> None:
+        connection = self._memory_connection
+        try:
+            while connection is not None and connection is self._memory_connection:
+                message = connection.receive()
+                if message is None:
+                    return
+                self._take([message])
+        except OSError as error:
+            log.info("the store shares its memory no more", reason=str(error))
+            self._begin_again(greeting=True)
+
+    def _receive(self, header: TransferHeader, values: Sequence[bytes | memoryview]) -> None:
         if header.kind == TransferKind.REFUSED and header.reason == "version":
             self._refuse_store(header.version)
         elif header.version != TRANSFER_VERSION:
@@ -122,12 +147,14 @@ class StoreLink(DealerThread):
         if not self._shared_memory:
             return None
         try:
-            self._memory_connection, memory = join(
+            connection, memory = join(
                 offer.address, offer.token, self._transfers.staging_memory, timeout_s=_JOIN_TIMEOUT_S
             )
         except OSError as error:
             log.info("block bytes go through the socket: no memory shared with the store", reason=str(error))
             return None
+        self._memory_connection = connection
+        self.watch(connection.fileno(), self._receive_by_memory)
         log.info("block bytes go through shared memory", endpoint=self._endpoint)
         return memory
 
@@ -148,6 +175,7 @@ class StoreLink(DealerThread):
 
     def _close_memory_connection(self) -> None:
         if self._memory_connection is not None:
+            self.unwatch(self._memory_connection.fileno())
             self._memory_connection.close()
             self._memory_connection = None
 
