@@ -13,39 +13,12 @@ from reprise_worker.layer_groups import group_layers
 from reprise_worker.model import _TOLERANCE, PagedModel
 from reprise_worker.request_state import IdList, RequestState
 from support.gpu import DEVICE, ON_CUDA, check_greedy, needs_device, plain_logits, random_llama
-from support.runner_driver import Driver
-from support.tiny_models import HYBRID, paged, plain_greedy, small_config, small_model
+from support.runner_driver import Driver, run_mixed_batches
+from support.tiny_models import ARCHITECTURES, HYBRID, paged, plain_greedy, small_config, small_model
 
 pytestmark = needs_device
 NUM_TOKENS = 12
-WINDOW = {"head_dim": 16, "sliding_window": 9}
-MANY: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen2": HYBRID,
-    "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": 9},
-    "Mixtral": {"num_local_experts": 4},
-    "Gemma2": {**WINDOW, "query_pre_attn_scalar": 16},
-    "Gemma3Text": {**WINDOW, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-    "GptOss": {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "GPT2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
-    "Phi3": {},
-    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
-    "DeepseekV3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-}
+MANY: dict[str, dict[str, Any]] = {**ARCHITECTURES, "Qwen2": HYBRID}
 # Experts are chosen by rounding where weights are random and have 8 bits.
 DENSE = [kind for kind in MANY if kind not in ("Mixtral", "GptOss", "DeepseekV3")]
 
@@ -59,31 +32,11 @@ def prompt_of(length: int, seed: int, vocab_size: int = 97) -> list[int]:
     return random.Random(seed).choices(range(3, vocab_size), k=length)
 
 
-def run_mixed_batches(
-    driver: Driver, prompts: dict[int, list[int]], chunks: list[int]
-) -> dict[int, list[int]]:
-    """Prefill, chunks and decodes in the same steps; requests come and go, their blocks are used again."""
-    chance = random.Random(5)
-    waiting, running = list(prompts), list[int]()
-    outputs: dict[int, list[int]] = {}
-    while waiting or running:
-        if waiting and (not running or chance.random() < 0.5):
-            handle = waiting.pop(0)
-            driver.add(handle, prompts[handle])
-            running.append(handle)
-        driver.step({handle: min(driver.remaining(handle), chance.choice(chunks)) for handle in running})
-        for handle in [handle for handle in running if len(driver.output(handle)) >= NUM_TOKENS]:
-            outputs[handle] = driver.output(handle)
-            driver.remove(handle)
-            running.remove(handle)
-    return outputs
-
-
 @pytest.mark.parametrize("kind", MANY)
 def test_mixed_batches_of_many_architectures(kind: str) -> None:
     model = tiny(kind)
     prompts = {handle: prompt_of(3 + 5 * handle, handle) for handle in range(1, 7)}
-    outputs = run_mixed_batches(Driver(model), prompts, [1, 4, 9])
+    outputs = run_mixed_batches(Driver(model), prompts, chunks=[1, 4, 9], num_tokens=NUM_TOKENS)
     for handle, prompt in prompts.items():
         assert outputs[handle] == plain_greedy(model, prompt, NUM_TOKENS), handle
 
@@ -112,7 +65,7 @@ def test_float32_products_are_not_rounded_to_tf32(llama: PagedModel) -> None:
 def test_a_larger_model_in_mixed_batches(llama: PagedModel) -> None:
     prompts = {handle: long_prompt(40 * handle + 3, handle) for handle in range(1, 9)}
     driver = Driver(llama, num_blocks=400, block_size=16)
-    outputs = run_mixed_batches(driver, prompts, [1, 33, 128])
+    outputs = run_mixed_batches(driver, prompts, chunks=[1, 33, 128], num_tokens=NUM_TOKENS)
     for handle, prompt in prompts.items():
         if outputs[handle] != plain_greedy(llama, prompt, NUM_TOKENS):
             check_greedy(llama, prompt, outputs[handle])

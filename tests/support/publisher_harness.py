@@ -141,7 +141,7 @@ async def running_publisher(
     running = asyncio.ensure_future(app.run())
     context = zmq.Context()
     assert app.sockets is not None
-    grpc_channel = channel(app._settings.listen_address)
+    grpc_channel = channel(app._settings.listen_address, own_connection=True)
     try:
         yield RunningPublisher(
             app,

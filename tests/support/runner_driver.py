@@ -1,7 +1,7 @@
 """Drives a worker's `Runner` by step plans, as a scheduler would, with scrambled block tables."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from reprise_core.ids import BlockHash, GroupId
 from reprise_core.steps import (
@@ -147,6 +147,27 @@ class Driver:
 
     def output(self, handle: int) -> list[int]:
         return self.tokens[handle][self.num_prompt[handle] :]
+
+
+def run_mixed_batches(
+    driver: Driver, prompts: Mapping[int, list[int]], *, chunks: Sequence[int], num_tokens: int
+) -> dict[int, list[int]]:
+    """Outputs by handle. Prefill, chunks and decodes in the same steps; requests come and go, their blocks
+    are used again."""
+    chance = random.Random(5)
+    waiting, running = list(prompts), list[int]()
+    outputs: dict[int, list[int]] = {}
+    while waiting or running:
+        if waiting and (not running or chance.random() < 0.5):
+            handle = waiting.pop(0)
+            driver.add(handle, prompts[handle])
+            running.append(handle)
+        driver.step({handle: min(driver.remaining(handle), chance.choice(chunks)) for handle in running})
+        for handle in [handle for handle in running if len(driver.output(handle)) >= num_tokens]:
+            outputs[handle] = driver.output(handle)
+            driver.remove(handle)
+            running.remove(handle)
+    return outputs
 
 
 def block_save(block_id: int, block_hash: bytes, *, generation: int = 0) -> BlockSave:

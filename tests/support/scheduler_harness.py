@@ -114,7 +114,8 @@ class SchedulerHarness:
     def __init__(self, app: SchedulerApp, settings: SchedulerSettings) -> None:
         self.app = app
         self.settings = settings
-        self.channel = channel(settings.listen_address)
+        # A test before this one may have had the same port, and a client that still tries to reach it.
+        self.channel = channel(settings.listen_address, own_connection=True)
         self.stub = EngineStub(self.channel)
         self.info: pb.GetInfoResponse | None = None
 

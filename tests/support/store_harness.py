@@ -200,7 +200,7 @@ async def running_store(**settings: object) -> AsyncIterator[RunningStore]:
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.connect(app.blocks_endpoint)
-    grpc_channel = channel(app._settings.listen_address)
+    grpc_channel = channel(app._settings.listen_address, own_connection=True)
     peer = Peer(dealer)
     try:
         if Way.shares_memory:

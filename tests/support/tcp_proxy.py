@@ -58,6 +58,10 @@ class TcpProxy:
             self.reset()
             self._swallowing = False
 
+    @property
+    def has_connections(self) -> bool:
+        return bool(self._writers)
+
     def reset(self) -> None:
         for writer in list(self._writers):
             writer.transport.abort()

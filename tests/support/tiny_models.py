@@ -70,6 +70,41 @@ def plain_greedy(model: PagedModel, prompt: list[int], num_tokens: int) -> list[
         model.hf.set_attn_implementation(attention.IMPLEMENTATION)
 
 
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Mistral": {"sliding_window": 9},
+    "Mixtral": {"num_local_experts": 4},
+    "Gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Gemma3Text": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+    "Phi3": {},
+    "Olmo2": {},
+    "Cohere2": {"sliding_window": 9},
+    "GPT2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
+    "GptOss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+"""Kinds that are supported, with what makes them small or special."""
 HYBRID: dict[str, Any] = {
     "kind": "Qwen2",
     "use_sliding_window": True,

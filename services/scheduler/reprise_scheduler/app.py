@@ -43,7 +43,7 @@ class SchedulerApp:
         self.registry = CollectorRegistry()
         self._tracing = Tracing(settings.trace_exporter, settings.service, self.registry)
         traces = RequestTraces(self._tracing, engine_id=settings.engine_id, clock=time.monotonic)
-        self.readiness = Readiness()
+        self.readiness = Readiness("grpc")
         self.readiness.unmet("worker", f"waiting for a worker on {settings.workers_endpoint}")
         stream_metrics = StreamMetrics(self.registry)
         probe = probe or OverheadProbe(step_overhead(self.registry).observe)
@@ -133,6 +133,7 @@ class SchedulerApp:
             self._events.start()
         await self._link.start()
         await self._server.start()
+        self.readiness.met("grpc")
 
     async def run(self) -> None:
         while True:

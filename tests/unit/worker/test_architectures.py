@@ -9,42 +9,8 @@ import torch
 from reprise_worker.attention import TorchAttention
 from reprise_worker.model_folder import BadModel
 from support.runner_driver import Driver
-from support.tiny_models import paged, plain_greedy, small_config, small_model
+from support.tiny_models import ARCHITECTURES, paged, plain_greedy, small_config, small_model
 
-SUPPORTED: dict[str, dict[str, Any]] = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": 9},
-    "Mixtral": {"num_local_experts": 4},
-    "Gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16},
-    "Gemma3Text": {
-        "head_dim": 16,
-        "sliding_window": 9,
-        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
-    },
-    "Phi3": {},
-    "Olmo2": {},
-    "Cohere2": {"sliding_window": 9},
-    "GPT2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
-    "GPTNeoX": {},
-    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
-    "GptOss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-}
 # What each lacks is in the message: no attention interface, layers of other kinds.
 REFUSED: dict[str, dict[str, Any]] = {
     "Bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
@@ -65,9 +31,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SUPPORTED)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_packed_requests_keep_their_own_tokens(kind: str) -> None:
-    model = paged(small_model(small_config(kind, **SUPPORTED[kind])))
+    model = paged(small_model(small_config(kind, **ARCHITECTURES[kind])))
     model.check(TorchAttention(), block_size=4)
     prompts = {handle: random.Random(handle).choices(range(3, 97), k=7 * handle) for handle in (1, 2, 3)}
     driver = Driver(model)

@@ -8,7 +8,7 @@ from reprise_core.ids import BlockHash
 from reprise_core.steps import AddedRequest, BlockLoad, ScheduledRequest, StepPlan, WorkerSampling, pack_ids
 from reprise_worker.model import PagedModel
 from reprise_worker.runner import BadPlan
-from support.runner_driver import GREEDY, Driver, NoMover
+from support.runner_driver import GREEDY, Driver, NoMover, run_mixed_batches
 from support.tiny_models import paged, plain_greedy, small_config, small_model
 
 NUM_TOKENS = 12
@@ -44,20 +44,7 @@ def test_mixed_batches_that_come_and_go(model: PagedModel) -> None:
     """Prefill, chunked prefill and decode in the same steps, finished requests' blocks reused."""
     prompts = {handle: prompt_of(3 + 5 * handle, seed=handle) for handle in range(1, 9)}
     driver = Driver(model, num_blocks=80)
-    chance = random.Random(5)
-    waiting, running = list(prompts), list[int]()
-    outputs: dict[int, list[int]] = {}
-    while waiting or running:
-        if waiting and (not running or chance.random() < 0.5):
-            handle = waiting.pop(0)
-            driver.add(handle, prompts[handle])
-            running.append(handle)
-        schedule = {handle: min(driver.remaining(handle), chance.choice([1, 4, 9])) for handle in running}
-        driver.step(schedule)
-        for handle in [handle for handle in running if len(driver.output(handle)) >= NUM_TOKENS]:
-            outputs[handle] = driver.output(handle)
-            driver.remove(handle)
-            running.remove(handle)
+    outputs = run_mixed_batches(driver, prompts, chunks=[1, 4, 9], num_tokens=NUM_TOKENS)
     for handle, prompt in prompts.items():
         assert outputs[handle] == plain_greedy(model, prompt, NUM_TOKENS), handle
     assert driver.runner.num_requests == len(driver._removed)
