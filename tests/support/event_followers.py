@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from reprise_wire.event_source_values import Delivery, Notice, SourceOptions, So
 from reprise_wire.event_subscriber import EventSubscriber
 from reprise_wire.source_sockets import SourceAddress
 from support.cache_workload import Truth
+from support.line_server import serve_lines
 
 NAME = "engine"
 KEPT_NOTICES = 30
@@ -140,16 +140,11 @@ class FollowerProcess:
 async def _serve(events_port: int, replay_port: int) -> None:
     follower = Follower(events_port, replay_port)
     follower.go()
-    loop, asked = asyncio.get_running_loop(), asyncio.Queue[str]()
 
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(asked.put_nowait, line)
+    async def report(line: str) -> dict[str, object]:
+        return asdict(follower.report())
 
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        await asked.get()
-        print(json.dumps(asdict(follower.report())), flush=True)
+    await serve_lines(report)
 
 
 if __name__ == "__main__":

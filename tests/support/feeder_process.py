@@ -9,13 +9,13 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from support.cache_workload import CacheWorkload, Truth
 from support.event_feeder import EventFeeder
+from support.line_server import serve_lines
 
 RESET_SHARE = 0.001
 """Of the steps, those after which everything is cleared."""
@@ -118,22 +118,7 @@ class _Feeding:
 
 async def _serve(intake_endpoint: str, seed: int, pause_s: float) -> None:
     feeding = _Feeding(intake_endpoint, random.Random(seed), pause_s)
-    loop, asked = asyncio.get_running_loop(), asyncio.Queue[str]()
-
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(asked.put_nowait, line)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        answer = await feeding.answer(json.loads(await asked.get()))
-        _write(json.dumps(answer).encode() + b"\n")
-
-
-def _write(line: bytes) -> None:
-    """A stdout without a buffer, as PYTHONUNBUFFERED makes it, loses what one call does not take."""
-    while line:
-        line = line[os.write(sys.stdout.fileno(), line) :]
+    await serve_lines(lambda line: feeding.answer(json.loads(line)))
 
 
 if __name__ == "__main__":
