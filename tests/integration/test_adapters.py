@@ -14,10 +14,9 @@ from reprise.v1 import common_pb2
 from reprise.v1 import engine_pb2 as pb
 from reprise_core.ids import BlockHash
 from reprise_core.kv_events import AllBlocksCleared, BlockStored, KvEvent
-from reprise_wire.block_transfer import parse_redis_key
 from reprise_worker.model import PagedModel, load_model
 from support.external_engine import BLOCK, RealEngine, attached, real_engine, running_worker, scheduler_beside
-from support.external_world import external_tokens, prompts_of, store_address
+from support.external_world import cold_engine, external_tokens, prompts_of, store_address, stored_hashes
 from support.lora_adapters import merged, write_adapter
 from support.scheduler_harness import Received
 from support.store_harness import running_store
@@ -80,27 +79,16 @@ def prompts() -> list[list[int]]:
 
 
 @asynccontextmanager
-async def cold_engine(
+async def adapted_engine(
     model: Adapted, redis: ValkeyProcess, modules: str, **settings: object
 ) -> AsyncIterator[RealEngine]:
-    """With a store of its own."""
-    async with (
-        running_store(redis_url=redis.url, redis_timeout_s=5.0) as store,
-        real_engine(
-            model.folder, store_address(store), worker={"lora_modules": modules}, **settings
-        ) as engine,
-    ):
+    async with cold_engine(model.folder, redis, worker={"lora_modules": modules}, **settings) as engine:
         yield engine
 
 
 def keys(redis: ValkeyProcess) -> dict[str, set[BlockHash]]:
     """Hashes of blocks by the adapter's digest."""
-    found: dict[str, set[BlockHash]] = {}
-    for name in redis.command("KEYS", "*"):
-        if name.count(b":") > 2:
-            keyspace, _, key = parse_redis_key(name.decode())
-            found.setdefault(keyspace.adapter, set()).add(key.block_hash)
-    return found
+    return {keyspace.adapter: hashes for keyspace, hashes in stored_hashes(redis).items()}
 
 
 async def ask(engine: RealEngine, model: Adapted, name: str, prompts: list[list[int]]) -> list[Received]:
@@ -139,7 +127,7 @@ async def test_a_cold_engine_loads_what_another_left_of_the_same_adapter(
     adapted: Adapted, prompts: list[list[int]], redis: ValkeyProcess
 ) -> None:
     full = len(prompts) * NUM_BLOCKS
-    async with cold_engine(adapted, redis, adapted.modules("a", "b")) as one:
+    async with adapted_engine(adapted, redis, adapted.modules("a", "b")) as one:
         for name in NAMES:
             await ask(one, adapted, name, prompts)
         await until(lambda: sum(map(len, keys(redis).values())) == 3 * (full + len(prompts)), 30)
@@ -148,7 +136,7 @@ async def test_a_cold_engine_loads_what_another_left_of_the_same_adapter(
     assert set(kept) == {"", *digests.values()}
     assert sum(map(len, kept.values())) == len(set().union(*kept.values())), "no two have a hash in common"
     # The other way round: the ids differ, and mean nothing outside of an engine.
-    async with cold_engine(adapted, redis, adapted.modules("b", "a")) as other:
+    async with adapted_engine(adapted, redis, adapted.modules("b", "a")) as other:
         for name in NAMES:
             answers = await ask(other, adapted, name, prompts)
             assert external_tokens(answers) >= 0.95 * full * BLOCK
@@ -163,12 +151,12 @@ async def test_other_content_under_the_same_name_and_path_shares_no_key(
     """The hashes of the blocks are the same: the keys tell them apart."""
     model = adapted_model(tmp_path)
     full = len(prompts) * NUM_BLOCKS
-    async with cold_engine(model, redis, model.modules("a")) as one:
+    async with adapted_engine(model, redis, model.modules("a")) as one:
         await ask(one, model, "a", prompts)
         await until(lambda: sum(map(len, keys(redis).values())) == full + len(prompts), 30)
     of_one = keys(redis)
     model.change_content()
-    async with cold_engine(model, redis, model.modules("a")) as other:
+    async with adapted_engine(model, redis, model.modules("a")) as other:
         answers = await other.ask(prompts, NUM_TOKENS, adapter="a")
         assert [answer.token_ids for answer in answers] == model.right("other", prompts)
         assert external_tokens(answers) == device_tokens(answers) == 0
@@ -188,12 +176,12 @@ async def test_values_of_other_content_are_foreign_even_under_the_right_key(
     """Somebody copies the blocks of the base model to an adapter's keys, say: recompute."""
     model = adapted_model(tmp_path)
     full = len(prompts) * NUM_BLOCKS
-    async with cold_engine(model, redis, model.modules("a")) as one:
+    async with adapted_engine(model, redis, model.modules("a")) as one:
         await ask(one, model, "a", prompts)
         await until(lambda: sum(map(len, keys(redis).values())) == full + len(prompts), 30)
         digest = one.adapter("a").digest
     model.change_content()
-    async with cold_engine(model, redis, model.modules("a")) as other:
+    async with adapted_engine(model, redis, model.modules("a")) as other:
         new = other.adapter("a").digest
         for name in redis.command("KEYS", f"*:{digest}:*"):
             redis.command("RENAME", name, name.replace(digest.encode(), new.encode()))
@@ -207,7 +195,7 @@ async def test_a_reset_of_the_external_tier_reaches_adapters_blocks(
     adapted: Adapted, prompts: list[list[int]], redis: ValkeyProcess
 ) -> None:
     full = len(prompts) * NUM_BLOCKS
-    async with cold_engine(adapted, redis, adapted.modules("a")) as engine:
+    async with adapted_engine(adapted, redis, adapted.modules("a")) as engine:
         for name in ("", "a"):
             await ask(engine, adapted, name, prompts)
         await until(lambda: sum(map(len, keys(redis).values())) == 2 * (full + len(prompts)), 30)
@@ -229,12 +217,12 @@ async def test_groups_of_a_hybrid_model_are_stored_by_adapter_too(
     prompts: list[list[int]], redis: ValkeyProcess, tmp_path: Path
 ) -> None:
     model = adapted_model(tmp_path, **HYBRID)
-    async with cold_engine(model, redis, model.modules("a", "b"), kv_role="kv_producer") as one:
+    async with adapted_engine(model, redis, model.modules("a", "b"), kv_role="kv_producer") as one:
         for name in NAMES:
             await ask(one, model, name, prompts)
         await until(lambda: not len(one.scheduler.connector.saves), 30)
         await until(lambda: not one.scheduler.connector.num_saves_in_flight, 30)
-    async with cold_engine(model, redis, model.modules("a", "b")) as other:
+    async with adapted_engine(model, redis, model.modules("a", "b")) as other:
         for name in NAMES:
             answers = await ask(other, model, name, prompts)
             assert external_tokens(answers) == len(prompts) * NUM_BLOCKS * BLOCK, name
@@ -244,7 +232,7 @@ async def test_events_tell_the_adapter_in_every_tier(
     adapted: Adapted, prompts: list[list[int]], redis: ValkeyProcess
 ) -> None:
     publisher = f"tcp://127.0.0.1:{free_port()}"
-    async with cold_engine(adapted, redis, adapted.modules("a"), publisher_endpoint=publisher) as engine:
+    async with adapted_engine(adapted, redis, adapted.modules("a"), publisher_endpoint=publisher) as engine:
         events = watched(engine)
         for name in ("", "a"):
             await ask(engine, adapted, name, prompts)

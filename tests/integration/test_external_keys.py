@@ -1,8 +1,6 @@
 """Whose blocks meet in Redis: those of equal models and salts, and no others (fault A2 of the field)."""
 
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,15 @@ import pytest
 from reprise_core.ids import BlockHash
 from reprise_wire.block_codec import HEADER_NBYTES, check_payload
 from reprise_wire.block_transfer import parse_redis_key
-from support.external_engine import BLOCK, RealEngine, real_engine
-from support.external_world import external_tokens, prompts_of, small_real_model, store_address
+from support.external_engine import BLOCK, real_engine
+from support.external_world import (
+    cold_engine,
+    external_tokens,
+    prompts_of,
+    small_real_model,
+    store_address,
+    stored_hashes,
+)
 from support.store_harness import running_store
 from support.tiny_models import write_model_folder
 from support.valkey_server import ValkeyProcess
@@ -28,25 +33,11 @@ def redis(tmp_path: Path):
     server.kill()
 
 
-@asynccontextmanager
-async def cold_engine(model: Path, redis: ValkeyProcess, **worker: object) -> AsyncIterator[RealEngine]:
-    """With a store of its own."""
-    async with (
-        running_store(redis_url=redis.url, redis_timeout_s=5.0) as store,
-        real_engine(model, store_address(store), worker=worker) as engine,
-    ):
-        yield engine
-
-
 def keys(redis: ValkeyProcess) -> dict[str, set[BlockHash]]:
     """Hashes of blocks by fingerprint."""
-    found: dict[str, set[BlockHash]] = {}
-    for name in redis.command("KEYS", "*"):
-        if name.count(b":") > 2:
-            keyspace, _, key = parse_redis_key(name.decode())
-            assert keyspace.adapter == ""
-            found.setdefault(keyspace.fingerprint, set()).add(key.block_hash)
-    return found
+    found = stored_hashes(redis)
+    assert all(keyspace.adapter == "" for keyspace in found)
+    return {keyspace.fingerprint: hashes for keyspace, hashes in found.items()}
 
 
 def num_keys(redis: ValkeyProcess) -> int:
@@ -79,7 +70,7 @@ async def test_other_models_have_other_keys_and_find_nothing(
         worker = {"dtype": "bfloat16"}
     else:
         worker = {"block_size": 2 * BLOCK}
-    async with cold_engine(model, redis) as one, cold_engine(theirs, redis, **worker) as other:
+    async with cold_engine(model, redis) as one, cold_engine(theirs, redis, worker=worker) as other:
         await one.ask([PROMPT], 2)
         await until(lambda: num_keys(redis) == NUM_BLOCKS)
         (mine,) = keys(redis)

@@ -13,8 +13,9 @@ from reprise_core.errors import ErrorKind
 from reprise_core.hash_algorithms import external_hash
 from reprise_core.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from reprise_store.tier_changes import MAX_WATCHERS
-from reprise_wire.block_transfer import Keyspace, parse_redis_key
+from reprise_wire.block_transfer import Keyspace
 from reprise_wire.error_codec import PeerError
+from support.external_world import stored_hashes
 from support.scheduler_harness import GatewaySide, SchedulerHarness, running_scheduler
 from support.sim_worker import expected_output
 from support.store_harness import RunningStore, running_store
@@ -99,8 +100,7 @@ def valkey(tmp_path: Path):
 
 def block_keys(valkey: ValkeyProcess) -> set[bytes]:
     """Hashes of the blocks in Redis."""
-    names = [name.decode() for name in valkey.command("KEYS", "reprise:*")]
-    return {bytes(parse_redis_key(name)[2].block_hash) for name in names if name.count(":") > 2}
+    return set[bytes]().union(*stored_hashes(valkey).values())
 
 
 async def test_a2_salts_share_nothing_in_the_external_tier(valkey: ValkeyProcess) -> None:

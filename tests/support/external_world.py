@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from reprise_core.ids import BlockHash
+from reprise_wire.block_transfer import Keyspace, parse_redis_key
 from reprise_worker.model import PagedModel, load_model
 from support.external_engine import BLOCK, RealEngine, StoreAddress, real_engine
 from support.scheduler_harness import Received
@@ -173,6 +175,28 @@ class World:
 
 def store_address(store: RunningStore) -> StoreAddress:
     return StoreAddress(store.app._settings.listen_address, store.app.blocks_endpoint)
+
+
+@asynccontextmanager
+async def cold_engine(
+    model: Path, redis: ValkeyProcess, *, worker: dict[str, object] | None = None, **settings: object
+) -> AsyncIterator[RealEngine]:
+    """With a store of its own; `worker` and `settings` as for `real_engine`."""
+    async with (
+        running_store(redis_url=redis.url, redis_timeout_s=5.0) as store,
+        real_engine(model, store_address(store), worker=worker, **settings) as engine,
+    ):
+        yield engine
+
+
+def stored_hashes(redis: ValkeyProcess) -> dict[Keyspace, set[BlockHash]]:
+    """Of all blocks in Redis, of every generation."""
+    found: dict[Keyspace, set[BlockHash]] = {}
+    for name in redis.command("KEYS", "*"):
+        if name.count(b":") > 2:
+            keyspace, _, key = parse_redis_key(name.decode())
+            found.setdefault(keyspace, set()).add(key.block_hash)
+    return found
 
 
 @asynccontextmanager
