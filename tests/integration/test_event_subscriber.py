@@ -98,13 +98,16 @@ async def test_a_late_joiner_takes_the_snapshot_and_goes_on() -> None:
             await feed(feeder, 60)
             await level(follower, feeder)
             assert follower.facts.copies("e0") == feeder.workload.truth()
+            assert DeliveryKind.SNAPSHOT in follower.kinds
+            # The first live batches after the snapshot may come by the replay that proves them.
             await feed(feeder, 60)
             await level(follower, feeder)
-            assert follower.facts.copies("e0") == feeder.workload.truth()
-            assert DeliveryKind.SNAPSHOT in follower.kinds
+            await until(lambda: follower.source.is_following)
+            await feed(feeder, 60)
+            await level(follower, feeder)
             assert follower.kinds[-1] is DeliveryKind.LIVE
+            assert follower.facts.copies("e0") == feeder.workload.truth()
             assert follower.source.counters.snapshots == 1
-            assert follower.source.counters.gaps == 0
             assert follower.states[-1] is SourceState.EXACT
 
 
