@@ -195,4 +195,4 @@ USER redis
 HEALTHCHECK --interval=3s --timeout=3s --start-period=10s --retries=3 CMD ["redis-cli", "ping"]
 EXPOSE 6379
 CMD ["redis-server", "--bind", "0.0.0.0", "--protected-mode", "no", "--save", "", "--appendonly", "no", \
-    "--dir", "/tmp", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"]
+    "--dir", "/tmp", "--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru"]

@@ -155,6 +155,39 @@ async def test_what_was_reset_while_redis_was_away_is_not_written(tmp_path: Path
         server.kill()
 
 
+async def test_a_generation_stays_while_everything_else_is_evicted(tmp_path: Path) -> None:
+    server = ValkeyProcess(tmp_path, "--maxmemory", "6mb", "--maxmemory-policy", "volatile-lru").start()
+    try:
+        async with running_store(redis_url=server.url, capacity_bytes=0) as store:
+            hashes = block_hashes(200)
+            generation = (await store.client.lookup(KEYSPACE, [0], [])).generation
+            for block in hashes:
+                await store.peer.save(generation, keys_of([block]), [b"v" * 100_000])
+                await store.settled()
+            assert saves(store) == (200, 0)
+            keys = server.command("KEYS", "*")
+            assert f"test:generation:{KEYSPACE.fingerprint}".encode() in keys
+            assert 10 < len(keys) < 100
+    finally:
+        server.kill()
+
+
+async def test_a_lost_generation_begins_anew_and_is_told(
+    server: ValkeyProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.start()
+    async with running_store(redis_url=server.url) as store:
+        await save_and_load(store, 0)
+        await store.settled()
+        before = (await store.client.lookup(KEYSPACE, [0], block_hashes(4))).generation
+        server.command("DEL", f"test:generation:{KEYSPACE.fingerprint}")
+        lookup = await store.client.lookup(KEYSPACE, [0], block_hashes(4))
+        assert (lookup.tiers, lookup.generation == before) == ((), False)
+        assert store.metric("generation_changes_total") == 1
+        assert "a generation was lost" in capsys.readouterr().out
+        await save_and_load(store, 0)
+
+
 async def test_what_waits_too_long_is_dropped(server: ValkeyProcess) -> None:
     async with running_store(redis_url=server.url, save_queue_age_s=0.3) as store:
         await save_and_load(store, 0)

@@ -1,7 +1,7 @@
 """More saves than Redis takes, as a process of its own: `python -m support.save_flood REDIS_PORT`.
 
-It says the port of a slow way to that Redis, is told `store ENDPOINT GENERATION`, and then `on` and `off`;
-`off` and the end of its input are answered by the number of blocks that were offered so far.
+It says the port of a slow way to that Redis, is told `store BLOCKS_ENDPOINT GRPC_ADDRESS`, and then `on` and
+`off`, which are answered by the number of blocks that the store took so far.
 """
 
 import asyncio
@@ -10,7 +10,10 @@ import sys
 import zmq
 import zmq.asyncio
 
-from support.store_harness import Peer, block_hashes, keys_of
+from reprise_runtime.grpc_server import channel
+from reprise_wire.block_transfer import TransferKind
+from reprise_wire.clients.store import StoreClient
+from support.store_harness import KEYSPACE, Peer, block_hashes, keys_of
 from support.tcp_proxy import TcpProxy
 
 VALUE_NBYTES = 200_000
@@ -22,18 +25,23 @@ SLOW_S = 0.02
 
 
 class Flood:
-    def __init__(self, peer: Peer, generation: int) -> None:
+    def __init__(self, peer: Peer, client: StoreClient) -> None:
         self._peer = peer
-        self._generation = generation
+        self._client = client
         self._value = bytes(VALUE_NBYTES)
         self.num_offered = 0
         self.on = asyncio.Event()
 
     async def run(self) -> None:
+        generation = -1
         while True:
             await self.on.wait()
             keys = keys_of(block_hashes(BATCH, 1_000_000 + self.num_offered))
-            await self._peer.save(self._generation, keys, [self._value] * BATCH)
+            answer = await self._peer.save(generation, keys, [self._value] * BATCH)
+            if answer.kind == TransferKind.REFUSED and answer.reason == "generation":
+                generation = (await self._client.lookup(KEYSPACE, [0], [])).generation
+                continue
+            assert answer.kind == TransferKind.SAVED, answer
             self.num_offered += BATCH
             await asyncio.sleep(PAUSE_S)
 
@@ -49,7 +57,7 @@ async def serve(redis_port: int) -> None:
                 dealer.connect(words[1])
                 peer = Peer(dealer)
                 await peer.share_memory()
-                flood = Flood(peer, int(words[2]))
+                flood = Flood(peer, StoreClient(channel(words[2])))
                 running = asyncio.ensure_future(flood.run())
                 print("ready", flush=True)
                 continue

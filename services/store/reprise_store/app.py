@@ -239,10 +239,11 @@ class StoreApp:
         except (BackendDown, BackendBusy):
             return
         for policy in policies:
-            if policy.advice:
+            advice = policy.advice(blocks_expire=self._settings.block_ttl_s > 0)
+            if advice:
                 self._log.warning(
                     "redis memory policy",
-                    advice=policy.advice,
+                    advice=advice,
                     node=policy.node,
                     maxmemory_bytes=policy.max_bytes,
                 )

@@ -53,7 +53,7 @@ class StoreSettings(tracing.TracedSettings):
     """Block bytes in one pipeline, so that nobody's command waits long behind ours."""
     redis_chunk_keys: int = Field(default=512, ge=1)
     """Keys in one pipeline."""
-    block_ttl_s: float = Field(default=0.0, ge=0)
+    block_ttl_s: float = Field(default=7 * 86400.0, ge=0)
     """Life of a block in Redis after its last save or load; 0 leaves eviction to Redis."""
     codec: Literal["none", "lz4", "zstd"] = "none"
     """How values are compressed in Redis. Every store reads all of them."""

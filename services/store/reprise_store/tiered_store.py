@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from reprise_core.errors import RepriseError
 from reprise_core.ids import BlockHash
+from reprise_runtime.logs import get_logger
 from reprise_store.external_tier import ExternalTier
 from reprise_store.generations import Generations
 from reprise_store.keys import Scope, scope_of
@@ -68,6 +69,7 @@ class TieredStore:
         self._sweeps: deque[Scope] = deque(maxlen=MAX_SWEEPS_WAITING)
         self._num_loads = 0
         self._num_saves = 0
+        self._log = get_logger()
         metrics.host_capacity_bytes.set(host.capacity_bytes)
 
     async def lookup(
@@ -293,7 +295,15 @@ class TieredStore:
             return self._generations.provisional(scope)
 
     async def _ask_generation(self, scope: Scope) -> int:
-        generation = await self._authority.ensure_generation(scope, self._generations.proposal(scope))
+        before, proposal = self._generations.get(scope), self._generations.proposal(scope)
+        generation = await self._authority.ensure_generation(scope, proposal)
+        if generation == proposal and before not in (None, proposal):
+            self._log.warning(
+                "a generation was lost; all blocks of its model are useless",
+                namespace=scope.namespace,
+                fingerprint=scope.fingerprint,
+                advice="unless redis was emptied: see its maxmemory-policy",
+            )
         return self._learn(scope, generation)
 
     async def _settle(self, scope: Scope, seen: int | None) -> int:

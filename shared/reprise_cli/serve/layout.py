@@ -179,7 +179,7 @@ class _LayoutBuilder:
             *("--bind", "127.0.0.1", "--port", str(options.port_base + 5), "--dir", str(folder)),
             *("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning"),
             *("--logfile", str(folder / "redis.log")),
-            *("--maxmemory", options.redis_memory, "--maxmemory-policy", "allkeys-lru"),
+            *("--maxmemory", options.redis_memory, "--maxmemory-policy", "volatile-lru"),
         )
         self._processes.append(ProcessSpec("redis", command, {}, None, None, address))
         return f"redis://{address}/0"

@@ -51,15 +51,19 @@ class MemoryPolicy:
     """0 = unlimited."""
     policy: str
 
-    @property
-    def advice(self) -> str:
-        """What to change, or nothing."""
-        if self.max_bytes and not self.policy.startswith("allkeys-"):
-            return (
-                f"maxmemory-policy is {self.policy!r} and maxmemory is set: when Redis is full, saves fail. "
-                "Set maxmemory-policy to allkeys-lru (or another allkeys- policy)"
-            )
-        return ""
+    def advice(self, *, blocks_expire: bool) -> str:
+        """What to change, or nothing. The volatile- policies evict what expires alone: blocks, if they do,
+        and never a generation, whose loss makes every block of its model useless."""
+        if not self.max_bytes or (blocks_expire and self.policy.startswith("volatile-")):
+            return ""
+        wanted = "volatile-lru" if blocks_expire else "volatile-lru and REPRISE_STORE_BLOCK_TTL_S above 0"
+        problem = "saves fail"
+        if self.policy.startswith("allkeys-"):
+            problem = "it may evict the number of a model's generation, and all its blocks are lost"
+        return (
+            f"maxmemory-policy is {self.policy!r} and maxmemory is set: when Redis is full, {problem}. "
+            f"Set maxmemory-policy to {wanted}"
+        )
 
 
 def generation_key(scope: Scope) -> bytes:
