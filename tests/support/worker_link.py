@@ -56,7 +56,7 @@ class LinkedWorker:
                 staging_bytes=1 << 20,
                 max_saves_in_flight=32,
                 max_pending_loads=64,
-                max_load_blocks_in_flight=64,
+                max_load_bytes_in_flight=64 * 1024 * 1024,
                 load_timeout_s=20.0,
                 save_timeout_s=20.0,
             ),

@@ -187,7 +187,7 @@ class WorkerApp:
                 staging_bytes=settings.save_staging_bytes,
                 max_saves_in_flight=settings.max_saves_in_flight,
                 max_pending_loads=settings.max_pending_loads,
-                max_load_blocks_in_flight=settings.max_load_blocks_in_flight,
+                max_load_bytes_in_flight=settings.max_load_bytes_in_flight,
                 load_timeout_s=settings.load_timeout_s,
                 save_timeout_s=settings.save_timeout_s,
             ),

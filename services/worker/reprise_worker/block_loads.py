@@ -80,7 +80,7 @@ class BlockLoads:
         formats: Sequence[BlockFormat],
         fp8: Fp8Values | None,
         max_pending: int,
-        max_blocks_in_flight: int,
+        max_bytes_in_flight: int,
         timeout_s: float,
         metrics: WorkerMetrics,
         report: Callable[[bytes, TransferReport], None],
@@ -90,7 +90,7 @@ class BlockLoads:
         self._kv = kv
         self._wire = wire
         self._max_pending = max_pending
-        self._max_blocks_in_flight = max_blocks_in_flight
+        self._max_blocks_in_flight = max(1, max_bytes_in_flight // kv.block_nbytes)
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._report = report

@@ -76,8 +76,8 @@ class WorkerSettings(ServiceSettings):
     """Blocks sent to the store and not yet answered."""
     max_pending_loads: int = Field(default=1024, ge=1)
     """Loads started and not yet ended; further ones fail as unavailable."""
-    max_load_blocks_in_flight: int = Field(default=64, ge=1)
-    """Blocks asked from the store and not yet answered, over all loads."""
+    max_load_bytes_in_flight: int = Field(default=32 * MIB, ge=1)
+    """Block bytes asked from the store and not yet answered, over all loads; one block at least."""
     fingerprint_cache_dir: str = ""
     """Where the digest of the weights is kept when the model folder is read-only; empty: nowhere."""
 

@@ -25,7 +25,7 @@ class TransferLimits:
     staging_bytes: int
     max_saves_in_flight: int
     max_pending_loads: int
-    max_load_blocks_in_flight: int
+    max_load_bytes_in_flight: int
     load_timeout_s: float
     save_timeout_s: float
 
@@ -79,7 +79,7 @@ class Transfers:
             formats=formats,
             fp8=fp8_values,
             max_pending=limits.max_pending_loads,
-            max_blocks_in_flight=limits.max_load_blocks_in_flight,
+            max_bytes_in_flight=limits.max_load_bytes_in_flight,
             timeout_s=limits.load_timeout_s,
             metrics=metrics,
             report=report,

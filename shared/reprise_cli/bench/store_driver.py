@@ -53,7 +53,7 @@ class Driver:
                 staging_bytes=STAGING_BYTES,
                 max_saves_in_flight=_DEFAULTS["max_saves_in_flight"].default,
                 max_pending_loads=_DEFAULTS["max_pending_loads"].default,
-                max_load_blocks_in_flight=_DEFAULTS["max_load_blocks_in_flight"].default,
+                max_load_bytes_in_flight=_DEFAULTS["max_load_bytes_in_flight"].default,
                 load_timeout_s=60.0,
                 save_timeout_s=60.0,
             ),

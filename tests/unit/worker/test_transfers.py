@@ -134,7 +134,7 @@ def limits(**changes: float) -> TransferLimits:
         "staging_bytes": 16 * 1024,
         "max_saves_in_flight": 4,
         "max_pending_loads": 3,
-        "max_load_blocks_in_flight": 36,
+        "max_load_bytes_in_flight": 36 * 512,
         "load_timeout_s": 5.0,
         "save_timeout_s": 30.0,
     }
