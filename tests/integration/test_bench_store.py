@@ -10,6 +10,7 @@ def test_every_case_has_a_rate_and_its_peer() -> None:
             f"load redis {shape}": "redis-py pipelined GET",
             f"save redis {shape}": "redis-py pipelined SET",
             f"load host {shape}": "load redis",
+            f"limit host {shape}": "load redis",
             f"save host {shape}": "save redis",
             f"memcpy {shape}": "",
         }
@@ -20,4 +21,4 @@ def test_every_case_has_a_rate_and_its_peer() -> None:
             assert (row.ratio is not None) == bool(peer)
         assert rows[f"load host {shape}"].peer_value == rows[f"load redis {shape}"].value
     assert 0 < rows["lookup 1024 p50"].value <= rows["lookup 1024 p99"].value
-    assert len(rows) == 12
+    assert len(rows) == 14

@@ -49,7 +49,7 @@ class StoreSettings(tracing.TracedSettings):
     redis_timeout_s: float = Field(default=0.5, gt=0)
     """Limit on one round trip to Redis, waiting for a connection included."""
     redis_connections: int = Field(default=8, ge=2)
-    redis_chunk_bytes: int = Field(default=4 * MIB, ge=1)
+    redis_chunk_bytes: int = Field(default=4 * MIB + 64 * KIB, ge=1)
     """Block bytes in one pipeline, so that nobody's command waits long behind ours."""
     redis_chunk_keys: int = Field(default=512, ge=1)
     """Keys in one pipeline."""

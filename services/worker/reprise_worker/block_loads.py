@@ -27,6 +27,8 @@ from reprise_worker.kv_cache import KvCache
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.store_wire import Frame, Send, StoreWire, refusal
 
+RELEASE_AT_ONCE = 8
+"""Answers that were read are released together, while others are still to come."""
 MAX_RELEASES_WAITING = 4096
 """Releases that found no way to the store; past it the oldest is left to the lease's own end."""
 
@@ -148,7 +150,8 @@ class BlockLoads:
             self._give_up(job, "timeout")
         while self._ask_blocks(send):
             pass
-        if self._to_release and self._wire.memory is not None:
+        enough = not self._asked or len(self._to_release) >= RELEASE_AT_ONCE
+        if self._to_release and enough and self._wire.memory is not None:
             header = self._wire.header(TransferKind.RELEASE, released=tuple(self._to_release))
             if send([encode_transfer(header)]):
                 self._to_release.clear()

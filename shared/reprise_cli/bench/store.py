@@ -3,7 +3,8 @@
 A real Valkey, two stores (one without a host tier, so that every load comes from Redis; one without
 Redis) and, for each, a worker's side (cache, transfers, link) in a process of its own. A save counts as
 done when its tier has it. Peers, in the same rounds: a bare redis-py client that pipelines GET or SET of
-values of the same size; for the host tier the Redis tier; and copying the bytes in memory.
+values of the same size; for the host tier the Redis tier, and a limit: the same messages and copies with
+nothing else (store_limit); and copying the bytes in memory.
 """
 
 import asyncio
@@ -105,6 +106,7 @@ def _rows(redis: Any, sides: dict[str, "_Side"], size: int, num_blocks: int, rep
             "save redis": lambda: sides["redis"].save(size, num_blocks),
             "save host": lambda: sides["host"].save(size, num_blocks),
             "bare get": lambda: _seconds(get_bare),
+            "limit host": lambda: sides["host"].limit(num_blocks),
             "load redis": lambda: sides["redis"].load(size, num_blocks),
             "load host": lambda: sides["host"].load(size, num_blocks),
         },
@@ -119,6 +121,7 @@ def _rows(redis: Any, sides: dict[str, "_Side"], size: int, num_blocks: int, rep
         row("load redis", "bare get", "redis-py pipelined GET"),
         row("save redis", "bare set", "redis-py pipelined SET"),
         row("load host", "load redis", "load redis"),
+        row("limit host", "load redis", "load redis"),
         row("save host", "save redis", "save redis"),
         BenchRow(f"memcpy {shape}", rates["memcpy"], "MB/s"),
     ]
@@ -196,6 +199,9 @@ class _Side:
 
     def load(self, size: int, num_blocks: int) -> float:
         return self._ask("load", 0, num_blocks, self._generations[size])
+
+    def limit(self, num_blocks: int) -> float:
+        return self._ask("limit", num_blocks)
 
     def lookup(self, size: int, num_blocks: int) -> float:
         hashes = [block_hash(number) for number in range(num_blocks)]

@@ -3,8 +3,8 @@
     python -m reprise_cli.bench.store_driver ENDPOINT true|false
 
 The worker's own cache, transfers and link. One JSON command per line in, one answer per line out:
-["make", block bytes, blocks], ["save" or "load", number of the first hash, blocks, generation]. The answer
-is the seconds from the step thread's call until every block was answered for.
+["make", block bytes, blocks], ["save" or "load", number of the first hash, blocks, generation], ["limit",
+blocks]. The answer is the seconds from the step thread's call until every block was answered for.
 """
 
 import json
@@ -18,6 +18,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from reprise_cli.bench.store_blocks import BLOCK_TOKENS, block_hash, keyspace_of, layers_of
+from reprise_cli.bench.store_limit import BareLoads
 from reprise_core.ids import GroupId
 from reprise_core.steps import BlockLoad, BlockSave, TransferReport, pack_ids
 from reprise_runtime.logs import configure_logs
@@ -75,9 +76,15 @@ class Driver:
             on_fatal=_end,
         )
         self._link.start()
+        self._bare = BareLoads(kv, num_blocks)
 
     def close(self) -> None:
+        self._bare.close()
         self._link.stop()
+
+    def limit(self, num_blocks: int) -> float:
+        """What a load from host memory cannot beat."""
+        return self._bare.load(num_blocks)
 
     def save(self, first: int, num_blocks: int, generation: int) -> float:
         """Until the store has answered for every block; raises when it did not take one."""

@@ -134,18 +134,18 @@ class _Exchange:
         self._in_thread: asyncio.Future[list[Any]] | None = None
 
     async def on_loop(self) -> list[Any]:
-        connection = self._connection
-        connection.send_some(self._to_send)
-        self._loop.add_reader(connection, self._read)
+        fd = self._connection.fileno()
+        self._connection.send_some(self._to_send)
+        self._loop.add_reader(fd, self._read)
         if self._to_send:
-            self._loop.add_writer(connection, self._write)
+            self._loop.add_writer(fd, self._write)
         timer = self._loop.call_later(self._deadline_s - monotonic(), self._fail, _too_late())
         try:
             return await self._done
         finally:
             timer.cancel()
-            self._loop.remove_reader(connection)
-            self._loop.remove_writer(connection)
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
 
     async def in_thread(self, threads: Executor) -> list[Any]:
         self._in_thread = self._loop.run_in_executor(threads, self._run)
@@ -184,7 +184,7 @@ class _Exchange:
             self._fail(error)
             return
         if not self._to_send:
-            self._loop.remove_writer(self._connection)
+            self._loop.remove_writer(self._connection.fileno())
 
     def _read(self) -> None:
         try:
