@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from reprise_core.errors import RepriseError
+from reprise_runtime.collector import spare_long_lived
 from reprise_runtime.health import HealthServer, Readiness
 from reprise_runtime.logs import configure_logs, get_logger
 from reprise_runtime.settings import ServiceSettings, load_settings
@@ -61,6 +62,7 @@ async def _live(settings: S, make_app: Callable[[S], App]) -> int:
     running: asyncio.Future[None] | None = None
     try:
         await app.start()
+        spare_long_lived()
         log.info("started", metrics=settings.metrics_address)
         running = asyncio.ensure_future(app.run())
         waiting = asyncio.ensure_future(stopping.wait())

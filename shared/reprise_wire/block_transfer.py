@@ -6,8 +6,8 @@ frames that follow are raw block values (`block_codec`), sent without copies.
     worker -> store   HELLO                                          -> WELCOME (where to ask for shared
                                                                        memory), or REFUSED (version)
     worker -> store   SAVE   keys=[...], values                      -> SAVED  (accepted per key)
-    worker -> store   LOAD   keys=[...]                              -> LOADED values, nothing where there
-                                                                       is none
+    worker -> store   LOAD   keys=[...]                              -> LOADED values in the keys' order,
+                                                                       nothing where there is none
     worker -> store   RELEASE released=[transfer ids of LOADED]
 
 Between machines the values are frames, one per key, empty where there is none. On one machine they stay
@@ -30,7 +30,7 @@ import msgspec
 from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
 
-TRANSFER_VERSION = 3
+TRANSFER_VERSION = 4
 
 
 class TransferKind(StrEnum):
@@ -44,7 +44,7 @@ class TransferKind(StrEnum):
     REFUSED = "refused"
 
 
-class Keyspace(msgspec.Struct, frozen=True, array_like=True):
+class Keyspace(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Everything of an external key but generation, rank, group and hash."""
 
     namespace: str
@@ -53,13 +53,13 @@ class Keyspace(msgspec.Struct, frozen=True, array_like=True):
     tp_size: int = 1
 
 
-class BlockKey(msgspec.Struct, frozen=True, array_like=True):
+class BlockKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     group_id: int
     block_hash: BlockHash
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a value is in shared memory. Length 0: there is none. Offset -1: it is the next frame."""
 
     offset: int
@@ -86,7 +86,7 @@ class TransferHeader(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
     """REFUSED: generation, version, malformed, unavailable, or memory (a place in none that is shared)."""
     places: tuple[Place, ...] = ()
-    """SAVE, LOADED: one per key where memory is shared, else none."""
+    """SAVE, LOADED: one per key asked where memory is shared, else none."""
     released: tuple[int, ...] = ()
     memory: MemoryOffer | None = None
     """WELCOME: None where memory is not shared."""
@@ -115,8 +115,10 @@ def decode_transfer(frames: Sequence[bytes | memoryview]) -> TransferHeader:
 
 def _check_values(header: TransferHeader, num_frames: int) -> None:
     num_keys, num_places = len(header.keys), len(header.places)
-    if num_places not in (0, num_keys):
+    if header.kind == TransferKind.SAVE and num_places not in (0, num_keys):
         raise DataLoss(f"transfer {header.kind}: {num_keys} keys but {num_places} places")
+    if header.kind == TransferKind.LOADED and not num_places:
+        return  # who asked knows how many there should be
     num_wanted = sum(place.offset < 0 for place in header.places) if num_places else num_keys
     if num_frames != num_wanted:
         raise DataLoss(f"transfer {header.kind}: {num_wanted} values to come but {num_frames} frames")

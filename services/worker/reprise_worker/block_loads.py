@@ -162,10 +162,11 @@ class BlockLoads:
         asked = self._asked.pop(header.transfer_id, None)
         if asked is None:
             return  # timed out, or of a session that is over
-        if header.keys != asked.keys:
+        places = header.places or [Place(-1, len(frame)) for frame in frames]
+        if len(places) != len(asked.keys):
             asked.job.fail(asked.block_ids, "damaged")
         else:
-            self._fill_all(asked, header.places or [Place(-1, len(frame)) for frame in frames], frames)
+            self._fill_all(asked, places, frames)
         self._answered(asked)
 
     def refused(self, header: TransferHeader) -> None:

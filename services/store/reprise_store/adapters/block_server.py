@@ -257,7 +257,6 @@ class BlockServer:
             kind=TransferKind.LOADED,
             transfer_id=header.transfer_id,
             generation=header.generation,
-            keys=header.keys,
             places=places,
         )
         if places:
