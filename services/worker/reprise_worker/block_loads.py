@@ -27,7 +27,7 @@ from reprise_worker.kv_cache import KvCache
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.store_wire import Frame, Send, StoreWire, refusal
 
-RELEASE_AT_ONCE = 8
+RELEASE_AT_ONCE = 4
 """Answers that were read are released together, while others are still to come."""
 MAX_RELEASES_WAITING = 4096
 """Releases that found no way to the store; past it the oldest is left to the lease's own end."""
@@ -210,7 +210,7 @@ class BlockLoads:
     def _ask_blocks(self, send: Send) -> bool:
         """Sends one LOAD message; False when there is nothing to ask or no way to."""
         in_flight = sum(len(asked.keys) for asked in self._asked.values())
-        room = min(self._wire.blocks_per_load, self._max_blocks_in_flight - in_flight)
+        room = min(self._wire.blocks_per_message, self._max_blocks_in_flight - in_flight)
         job = next((job for job in self._jobs if job.num_asked < len(job.block_ids)), None)
         if job is None or room <= 0:
             return False

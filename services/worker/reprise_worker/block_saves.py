@@ -138,7 +138,7 @@ class BlockSaves:
     def _send_one(self, send: Send, now_s: float) -> bool:
         """Sends one SAVE message of one keyspace and generation; False when there is nothing or no way to."""
         in_flight = sum(sent.num_blocks for sent in self._sent.values())
-        room = min(self._wire.blocks_per_save, self._max_in_flight - in_flight)
+        room = min(self._wire.blocks_per_message, self._max_in_flight - in_flight)
         with self._lock:
             staged = _alike(self._staged, room)
         if not staged:

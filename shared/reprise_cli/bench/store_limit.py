@@ -1,8 +1,8 @@
 """What no load from the host tier can beat, for `reprise bench store`.
 
-A load has its caller's thread wake another, which asks the store's process, waits for its answers, copies each
-block out of shared memory into the cache and checks it. `BareLoads` does this and nothing else: its other
-process sends every message back as it is.
+A load has its caller's thread wake another, which asks the store's process, waits for its answers, copies
+each block out of shared memory into the cache and checks it. `BareLoads` does this and nothing else: the
+process that it asks sends every message back as it is.
 """
 
 import os
@@ -29,7 +29,7 @@ class BareLoads:
         """Takes the values from the cache's first blocks, and loads into them."""
         self._kv = kv
         wire = StoreWire(keyspace_of(kv.block_nbytes), 0, kv.block_nbytes)
-        self._blocks_per_message = wire.blocks_per_load
+        self._blocks_per_message = wire.blocks_per_message
         self._format = kv.block_format(wire.fingerprints[0])
         self._stride = HEADER_NBYTES + kv.block_nbytes + PAGE_NBYTES
         self._memory = make_memory("bench", num_blocks * self._stride)

@@ -70,7 +70,7 @@ class Bench:
         self.registry = CollectorRegistry()
         self.kv = KvCache(
             [LayerShape(2, 8, 8)],
-            num_blocks=64,
+            num_blocks=96,
             block_size=4,
             dtype=torch.float32,
             device=torch.device("cpu"),
@@ -133,7 +133,7 @@ def limits(**changes: float) -> TransferLimits:
         "staging_bytes": 16 * 1024,
         "max_saves_in_flight": 4,
         "max_pending_loads": 3,
-        "max_load_bytes_in_flight": 36 * 512,
+        "max_load_bytes_in_flight": 66 * 512,
         "load_timeout_s": 5.0,
         "save_timeout_s": 30.0,
     }
@@ -348,16 +348,16 @@ def test_one_message_carries_one_generation(bench: Bench) -> None:
 
 
 def test_a_long_load_goes_in_pieces_within_its_limit(bench: Bench) -> None:
-    hashes = [hash_of(number) for number in range(40)]
-    bench.load(range(20, 60), hashes)
+    hashes = [hash_of(number) for number in range(70)]
+    bench.load(range(20, 90), hashes)
     first, second = bench.pump()
-    assert [len(sent.header.keys) for sent in (first, second)] == [32, 4]
-    bench.answer(first, TransferKind.LOADED, [bench.value(1, block_hash) for block_hash in hashes[:32]])
+    assert [len(sent.header.keys) for sent in (first, second)] == [64, 2]
+    bench.answer(first, TransferKind.LOADED, [bench.value(1, block_hash) for block_hash in hashes[:64]])
     assert bench.reports == []
     (third,) = bench.pump()
-    bench.answer(second, TransferKind.LOADED, [b""] * 4)
-    bench.answer(third, TransferKind.LOADED, [bench.value(3, block_hash) for block_hash in hashes[36:]])
-    assert bench.reports == [LoadReport(7, 0, pack_ids(range(52, 56)), "missing")]
+    bench.answer(second, TransferKind.LOADED, [b""] * 2)
+    bench.answer(third, TransferKind.LOADED, [bench.value(3, block_hash) for block_hash in hashes[66:]])
+    assert bench.reports == [LoadReport(7, 0, pack_ids([84, 85]), "missing")]
 
 
 def share(bench: Bench, *values: bytes) -> tuple[Place, ...]:
@@ -385,6 +385,21 @@ def test_values_in_place_are_copied_checked_and_released(bench: Bench) -> None:
     assert release.header.kind == TransferKind.RELEASE
     assert release.header.released == (asked.header.transfer_id,)
     assert bench.pump() == []
+
+
+def test_answers_of_one_burst_are_released_together(bench: Bench) -> None:
+    places = share(bench, *(bench.value(1, hash_of(number)) for number in range(6)))
+    for number in range(6):
+        bench.load([20 + number], [hash_of(number)], handle=number)
+        if number in (2, 5):  # three loads may wait at the same time
+            asked = bench.pump()
+            for sent, place in zip(asked[:-1], places[number - 2 :], strict=False):
+                bench.answer(sent, TransferKind.LOADED, places=(place,))
+                assert bench.pump() == []
+            bench.answer(asked[-1], TransferKind.LOADED, places=(places[number],))
+            (release,) = bench.pump()
+            assert release.header.released == tuple(sent.header.transfer_id for sent in asked)
+    assert bench.reports == [LoadReport(number, 0) for number in range(6)]
 
 
 def test_a_place_that_was_given_to_another_value_is_refused(bench: Bench) -> None:

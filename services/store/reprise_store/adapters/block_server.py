@@ -39,7 +39,7 @@ HIGH_WATER_MESSAGES = 1000
 """Per worker and direction. Beyond it a worker's TCP connection is no longer read, and an answer to a
 worker that does not read is dropped and counted."""
 
-MAX_COPY_ON_LOOP_BYTES = 5 * 512 * 1024
+MAX_COPY_ON_LOOP_BYTES = 2 * 1024 * 1024
 """More is copied in a thread, so that no look-up waits longer than for this (some 0.4 ms)."""
 
 

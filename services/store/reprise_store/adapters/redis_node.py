@@ -45,8 +45,8 @@ class Connection(Protocol):
 
 
 Command = tuple[bytes | Value, ...]
-MAX_ON_LOOP_BYTES = 5 * 512 * 1024
-"""More is copied in a thread. A worker's message of 2 MiB of blocks, with their headers, is not."""
+MAX_ON_LOOP_BYTES = 9 * 512 * 1024
+"""More is copied in a thread. A worker's message of 4 MiB of blocks, with their headers, is not."""
 JOINED_NBYTES = 16 * 1024
 """Shorter arguments are copied into one buffer; longer ones are sent from where they are."""
 
