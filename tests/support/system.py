@@ -124,7 +124,7 @@ class System:
 
 
 def start_system(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> System:
-    """Waits until everything is ready."""
+    """Waits until everything is ready. Several systems' whole pools would fill a small machine."""
     folder.mkdir(parents=True, exist_ok=True)
     ready_file = folder / "ready.json"
     command = [
@@ -133,8 +133,9 @@ def start_system(folder: Path, *arguments: str, environment: dict[str, str] | No
         *("--ready-file", str(ready_file), "--cache-dir", str(smollm2_path().parent), *arguments),
     ]
     started_s = time.monotonic()
+    environment = {**os.environ, "REPRISE_WORKER_PREFAULT_KV": "false", **(environment or {})}
     with (folder / "serve.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **(environment or {})})
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     system = System(process, folder, {}, 0.0)
     while not ready_file.exists():
         if process.poll() is not None:

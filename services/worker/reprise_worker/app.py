@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 import zmq
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from reprise_core.errors import InvalidInput
 from reprise_core.extra_keys import LoraAdapter
 from reprise_core.models import KvGroup, ModelInfo, WorkerCapacity
+from reprise_runtime.collector import spare_long_lived
 from reprise_runtime.health import Readiness
 from reprise_runtime.logs import get_logger
 from reprise_wire.block_transfer import Keyspace
@@ -31,6 +33,7 @@ from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.model import PagedModel, load_model
 from reprise_worker.model_folder import check_model_folder, eos_token_ids
 from reprise_worker.ports import Event, SchedulerConnection, Stop
+from reprise_worker.prefault import prefault
 from reprise_worker.runner import Runner
 from reprise_worker.settings import WorkerSettings
 from reprise_worker.step_loop import StepLoop
@@ -50,6 +53,7 @@ class WorkerApp:
         self._links: list[SchedulerConnection | StoreLink] = []
         self._failed: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._live, name="step", daemon=True)
 
     async def start(self) -> None:
@@ -63,6 +67,7 @@ class WorkerApp:
 
     async def stop(self) -> None:
         """Waits for the running step. While the model is still loading there is nothing to wait for."""
+        self._stopping.set()
         if self._links:
             self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join)
@@ -122,8 +127,16 @@ class WorkerApp:
         for link in self._links:
             link.start()
         self.readiness.met("model")
+        if kv.host_memory is not None and settings.prefault_kv:
+            threading.Thread(target=self._prefault, args=(kv.host_memory,), daemon=True).start()
+        spare_long_lived()  # what torch brought, above all
         runner = Runner(model, kv, backend, mover)
         return StepLoop(self._inbox, runner, scheduler, mover, self._metrics)
+
+    def _prefault(self, memory: np.ndarray) -> None:
+        done = prefault(memory, stopping=self._stopping, on_progress=self._metrics.kv_prefaulted_bytes.set)
+        if not done:
+            log.info("the pages of the KV cache come as they are used: they cannot be had before")
 
     def _load_adapters(self, model: PagedModel, backend: AttentionBackend) -> tuple[LoraAdapter, ...]:
         """Raises BadModel. Their order is the setting's."""

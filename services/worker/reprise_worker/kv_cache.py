@@ -131,6 +131,11 @@ class KvCache:
             payload_nbytes=self.block_nbytes,
         )
 
+    @property
+    def host_memory(self) -> np.ndarray | None:
+        """All of it, contiguous bytes; None on a device."""
+        return self._host_bytes
+
     def block_memory(self, block_id: int) -> memoryview | None:
         """A block's bytes, to write in place under `import_block`'s conditions; None on a device."""
         return None if self._host_bytes is None else self._host_bytes[block_id].data

@@ -25,6 +25,7 @@ class WorkerMetrics:
         self.adapters = gauge("adapters", "LoRA adapters served beside the model.")
         self.kv_blocks = gauge("kv_blocks", "Blocks of the pool, the null block included.")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the pool.")
+        self.kv_prefaulted_bytes = gauge("kv_prefaulted_bytes", "Bytes of the pool taken ahead of use.")
         self.sessions = counter("sessions", "Sessions opened with a scheduler.")
         self.sessions_dropped = counter("sessions_dropped", "Sessions that ended, by reason.", "reason")
         self.messages_stale = counter("messages_stale", "Messages of another session, dropped.")

@@ -63,6 +63,8 @@ class WorkerSettings(ServiceSettings):
     """Memory budget of the KV cache; 0: a quarter of the free memory, at most 4 GiB, on a CPU; on CUDA
     what `gpu_memory_utilization` of the device leaves beside weights and activations."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    prefault_kv: bool = True
+    """On a CPU: takes the pool's pages in the background once the model is there; false: as they are used."""
 
     heartbeat_interval_s: float = Field(default=0.5, gt=0)
     """Until the scheduler names another one; also how often HELLO is repeated."""
