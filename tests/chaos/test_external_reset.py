@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from reprise_core.ids import BlockHash
-from reprise_wire.block_transfer import Keyspace, parse_redis_key, redis_key
+from reprise_wire.block_transfer import Keyspace, redis_key
 from support.external_engine import BLOCK, RealEngine, real_engine
 from support.external_world import (
     LIMITS,
@@ -24,7 +24,7 @@ from support.external_world import (
     small_real_model,
     store_address,
 )
-from support.store_harness import KEYSPACE, block_hashes, keys_of, running_store
+from support.store_harness import KEYSPACE, block_hashes, hashes_by, keys_of, running_store
 from support.tcp_proxy import TcpProxy
 from support.valkey_server import ValkeyProcess
 from support.waiting import until
@@ -48,12 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def blocks_in_redis(redis: ValkeyProcess) -> dict[int, set[BlockHash]]:
     """Hashes by generation, of the engines' namespace."""
-    found: dict[int, set[BlockHash]] = {}
-    for name in redis.command("KEYS", "reprise:*"):
-        if name.count(b":") > 2:
-            _, generation, key = parse_redis_key(name.decode())
-            found.setdefault(generation, set()).add(key.block_hash)
-    return found
+    return hashes_by(redis.command("KEYS", "reprise:*"), lambda _, generation: generation)
 
 
 def hashes_of(engine: RealEngine, prompts: Iterable[list[int]]) -> set[BlockHash]:

@@ -10,9 +10,10 @@ import torch
 from redis import Redis
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from reprise_wire.block_transfer import parse_redis_key
+from reprise_core.ids import BlockHash
 from support.lora_adapters import write_adapter
 from support.models import smollm2_path
+from support.store_harness import hashes_by
 from support.system import BLOCK_SIZE, System, start_system
 from support.waiting import until_blocking
 
@@ -30,15 +31,10 @@ class World(NamedTuple):
     other: System
     paths: dict[str, Path]
 
-    def blocks(self) -> dict[str, set[bytes]]:
+    def blocks(self) -> dict[str, set[BlockHash]]:
         """Hashes of blocks in Redis by their adapter's digest."""
-        found: dict[str, set[bytes]] = {}
         with Redis.from_url(self.one.endpoints["redis"]) as redis:
-            names = [name.decode() for name in redis.scan_iter() if name.count(b":") > 2]
-        for name in names:
-            keyspace, _, key = parse_redis_key(name)
-            found.setdefault(keyspace.adapter, set()).add(key.block_hash)
-        return found
+            return hashes_by(redis.scan_iter(), lambda keyspace, _: keyspace.adapter)
 
 
 def complete(system: System, model: str, prompt: list[int]) -> tuple[list[int], dict[str, int]]:

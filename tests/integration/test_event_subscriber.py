@@ -103,10 +103,13 @@ async def test_a_late_joiner_takes_the_snapshot_and_goes_on() -> None:
             await feed(feeder, 60)
             await level(follower, feeder)
             await until(lambda: follower.source.is_following)
+            assert follower.facts.copies("e0") == feeder.workload.truth()
+            num_gaps = follower.source.counters.gaps
             await feed(feeder, 60)
             await level(follower, feeder)
-            assert follower.kinds[-1] is DeliveryKind.LIVE
             assert follower.facts.copies("e0") == feeder.workload.truth()
+            assert follower.kinds[-1] is DeliveryKind.LIVE
+            assert follower.source.counters.gaps == num_gaps
             assert follower.source.counters.snapshots == 1
             assert follower.states[-1] is SourceState.EXACT
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise_core.ids import BlockHash
-from reprise_wire.block_transfer import Keyspace, parse_redis_key
+from reprise_wire.block_transfer import Keyspace
 from reprise_worker.model import PagedModel, load_model
 from support.external_engine import BLOCK, RealEngine, StoreAddress, real_engine
 from support.scheduler_harness import Received
-from support.store_harness import RunningStore, running_store
+from support.store_harness import RunningStore, hashes_by, running_store
 from support.tcp_proxy import TcpProxy
 from support.tiny_models import plain_greedy, write_model_folder
 from support.valkey_server import ValkeyProcess
@@ -191,12 +191,7 @@ async def cold_engine(
 
 def stored_hashes(redis: ValkeyProcess) -> dict[Keyspace, set[BlockHash]]:
     """Of all blocks in Redis, of every generation."""
-    found: dict[Keyspace, set[BlockHash]] = {}
-    for name in redis.command("KEYS", "*"):
-        if name.count(b":") > 2:
-            keyspace, _, key = parse_redis_key(name.decode())
-            found.setdefault(keyspace, set()).add(key.block_hash)
-    return found
+    return hashes_by(redis.command("KEYS", "*"), lambda keyspace, _: keyspace)
 
 
 @asynccontextmanager

@@ -3,10 +3,11 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 import zmq
 import zmq.asyncio
@@ -25,11 +26,13 @@ from reprise_wire.block_transfer import (
     TransferKind,
     decode_transfer,
     encode_transfer,
+    parse_redis_key,
 )
 from reprise_wire.clients.store import StoreClient
 from support.valkey_server import free_port
 from support.waiting import until
 
+Group = TypeVar("Group", bound=Hashable)
 KEYSPACE = Keyspace("test", "ab" * 16)
 ANSWER_TIMEOUT_S = 5.0
 SETTLE_TIMEOUT_S = 30.0
@@ -52,6 +55,16 @@ def block_hashes(num_blocks: int, start: int = 0) -> list[BlockHash]:
 
 def keys_of(hashes: Sequence[BlockHash], rank: int = 0, group_id: int = 0) -> tuple[BlockKey, ...]:
     return tuple(BlockKey(rank, group_id, digest) for digest in hashes)
+
+
+def hashes_by(names: Iterable[bytes], group: Callable[[Keyspace, int], Group]) -> dict[Group, set[BlockHash]]:
+    """Block hashes of Redis' keys, by what `group` makes of keyspace and generation."""
+    found: dict[Group, set[BlockHash]] = {}
+    for name in names:
+        if name.count(b":") > 2:  # a generation's has two
+            keyspace, generation, key = parse_redis_key(name.decode())
+            found.setdefault(group(keyspace, generation), set()).add(key.block_hash)
+    return found
 
 
 @dataclass

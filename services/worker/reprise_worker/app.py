@@ -124,12 +124,14 @@ class WorkerApp:
         scheduler = self.connect_scheduler(self._hello(info, kv), self._inbox)
         mover = self._mover(info, kv, scheduler)
         self._links.append(scheduler)
+        spare_long_lived()  # what torch brought, above all; before somebody waits for a step
         for link in self._links:
             link.start()
         self.readiness.met("model")
         if kv.host_memory is not None and settings.prefault_kv:
-            threading.Thread(target=self._prefault, args=(kv.host_memory,), daemon=True).start()
-        spare_long_lived()  # what torch brought, above all
+            threading.Thread(
+                target=self._prefault, args=(kv.host_memory,), name="prefault", daemon=True
+            ).start()
         runner = Runner(model, kv, backend, mover)
         return StepLoop(self._inbox, runner, scheduler, mover, self._metrics)
 
