@@ -19,7 +19,6 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOKEN_NBYTES = 16
@@ -65,6 +64,28 @@ class Memory:
                 raise OSError(ctypes.get_errno(), "memory cannot be mapped")
             self._address = address
         return self._address
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """To read, while this object lives. Raises OSError as `map` does, or when it is too short."""
+        address = self.map()
+        self._check_range(offset, nbytes)
+        return memoryview((ctypes.c_ubyte * nbytes).from_address(address + offset)).cast("B").toreadonly()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Raises OSError as `view` does."""
+        address = self.map()
+        self._check_range(offset, nbytes)
+        return ctypes.string_at(address + offset, nbytes)
+
+    def copy_to(self, target_address: int, offset: int, nbytes: int) -> None:
+        """Without the GIL; the target is the caller's to know. Raises OSError as `view` does."""
+        address = self.map()
+        self._check_range(offset, nbytes)
+        ctypes.memmove(target_address, address + offset, nbytes)
+
+    def _check_range(self, offset: int, nbytes: int) -> None:
+        if not 0 <= offset <= self.nbytes - nbytes:
+            raise OSError(errno.EIO, f"{nbytes} bytes at {offset} in memory of {self.nbytes} bytes")
 
 
 class MemoryConnection:
@@ -121,17 +142,10 @@ def make_memory(name: str, nbytes: int) -> Memory:
     return memory
 
 
-def read_into(memory: Memory, offset: int, targets: Sequence[bytearray | memoryview]) -> None:
-    """Fills the targets (writable buffers of bytes) one after another, without the GIL. Raises OSError when
-    there is too little."""
-    base = memory.map()
-    for target in targets:
-        nbytes = len(target)
-        if not 0 <= offset <= memory.nbytes - nbytes:
-            raise OSError(errno.EIO, f"{nbytes} bytes at {offset} in memory of {memory.nbytes} bytes")
-        if nbytes:
-            ctypes.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(target)), base + offset, nbytes)
-        offset += nbytes
+def read_into(memory: Memory, offset: int, target: bytearray | memoryview) -> None:
+    """Fills the target (a writable buffer), without the GIL. Raises OSError when there is too little."""
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target)) if len(target) else 0
+    memory.copy_to(address, offset, len(target))
 
 
 def listen(address: str) -> socket.socket:

@@ -9,16 +9,19 @@ frames that follow are raw block values (`block_codec`), sent without copies.
     worker -> store   LOAD   keys=[...]                              -> LOADED values in the keys' order,
                                                                        nothing where there is none
     worker -> store   RELEASE released=[transfer ids of LOADED]
+    worker -> store   READ   keys=[...] of blocks that it found by itself in the store's memory
 
 Between machines the values are frames, one per key, empty where there is none. On one machine they stay
 in shared memory and the header says where (`places`): a SAVE names places in the worker's memory, which
 the worker leaves alone until the answer; a LOADED names places in the store's, which the store leaves
 alone until the RELEASE, for as long as its lease lasts at most. So a reader checks what it has copied
-(`block_codec`), never what it is about to copy. `shared_memory` is how the two come to share it; from then
-on messages without values go over that connection, as frame 0 alone, and those with values over ZMQ.
+(`block_codec`), never what it is about to copy. What is in host memory a worker finds without asking
+(`host_index`); then it tells what it has read, for the order of use. `shared_memory` is how the two come
+to share it; from then on messages without values go over that connection, as frame 0 alone, and those with
+values over ZMQ.
 
 A key is what follows the keyspace: rank, group and block hash. A SAVE or LOAD names the generation
-it began with; the store answers REFUSED when that has changed.
+it began with; the store answers REFUSED when that has changed. The index has none of an older one.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,7 @@ import msgspec
 from reprise_core.errors import DataLoss
 from reprise_core.ids import BlockHash
 
-TRANSFER_VERSION = 4
+TRANSFER_VERSION = 5
 
 
 class TransferKind(StrEnum):
@@ -41,6 +44,7 @@ class TransferKind(StrEnum):
     LOAD = "load"
     LOADED = "loaded"
     RELEASE = "release"
+    READ = "read"
     REFUSED = "refused"
 
 
@@ -71,6 +75,8 @@ class MemoryOffer(msgspec.Struct, frozen=True, array_like=True):
 
     address: str
     token: bytes
+    index: Place | None
+    """Where in the memory the host tier's index is; None where there is no such tier."""
 
 
 class TransferHeader(msgspec.Struct, frozen=True, array_like=True):

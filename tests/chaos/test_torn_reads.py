@@ -106,6 +106,8 @@ async def test_no_reader_ever_sees_half_of_a_value(redis: ValkeyProcess, way: st
             # Checksums would catch a torn value; leases and whole replies see to it that there is none.
             assert num_refused == 0
             assert len(writers) > 1, "the readers saw values of several writers"
+            num_by_index = sum(worker.metric("loads_by_index_total") for worker in workers[4:])
+            assert (num_by_index > NUM_KEYS) is shared
             for store in (one, two):
                 await store.settled()
                 await until(lambda store=store: store.metric("memory_leases") == 0)  # type: ignore[misc]

@@ -170,5 +170,5 @@ def run_mixed_batches(
     return outputs
 
 
-def block_save(block_id: int, block_hash: bytes, *, generation: int = 0) -> BlockSave:
-    return BlockSave(GroupId(0), block_id, BlockHash(block_hash), generation)
+def block_save(block_id: int, block_hash: bytes, *, generation: int = 0, adapter_id: int = 0) -> BlockSave:
+    return BlockSave(GroupId(0), block_id, BlockHash(block_hash), generation, adapter_id)

@@ -119,7 +119,7 @@ class Peer:
         for place in places:
             value = bytearray(place.nbytes)
             if place.offset >= 0:
-                read_into(self.theirs, place.offset, [value])
+                read_into(self.theirs, place.offset, value)
             values.append(next(rest) if place.offset < 0 else bytes(value))
         return values
 

@@ -74,7 +74,9 @@ class StoreApp:
         if settings.redis_url:
             self._make_external()
         self.store = TieredStore(
-            MemoryBackend(settings.capacity_bytes, self._metrics.host_evictions.inc, self._changes),
+            MemoryBackend(
+                settings.capacity_bytes, self._metrics.host_evictions.inc, self._changes, self._arena
+            ),
             external=self._external,
             write_behind=self._write_behind,
             generations=Generations(_draw_generation),
@@ -150,7 +152,12 @@ class StoreApp:
         budget_bytes = settings.capacity_bytes * 9 // 8 + queues_bytes + TRANSIT_BYTES
         try:
             arena = SharedArena(budget_bytes, on_full=self._metrics.memory_full.inc)
-            peers = MemoryPeers(arena.memory, lease_timeout_s=settings.lease_timeout_s, metrics=self._metrics)
+            peers = MemoryPeers(
+                arena.memory,
+                arena.index_place if settings.capacity_bytes else None,
+                lease_timeout_s=settings.lease_timeout_s,
+                metrics=self._metrics,
+            )
             peers.bind("" if settings.shared_memory == "auto" else settings.shared_memory)
         except OSError as error:
             self._log.warning("no shared memory; block bytes go through sockets", error=str(error))

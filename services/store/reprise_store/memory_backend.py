@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from reprise_store.keys import Scope
-from reprise_store.ports import Presence, Value, Values
+from reprise_store.ports import Places, Presence, Value, Values
 from reprise_store.tier_changes import TierChanges
 from reprise_wire.store_codec import StoreTier
 
@@ -21,8 +21,9 @@ class MemoryBackend:
         capacity_bytes: int,
         on_evict: Callable[[int], None] = lambda num_blocks: None,
         changes: TierChanges | None = None,
+        places: Places | None = None,
     ) -> None:
-        """`changes` hears of every block that comes and goes."""
+        """`changes` and `places` hear of every block that comes and goes."""
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
         self._blocks: OrderedDict[str, tuple[Scope, Value]] = OrderedDict()
@@ -30,6 +31,7 @@ class MemoryBackend:
         self._generations: dict[Scope, int] = {}
         self._on_evict = on_evict
         self._changes = changes
+        self._places = places
 
     @property
     def num_blocks(self) -> int:
@@ -61,6 +63,8 @@ class MemoryBackend:
         self._blocks[key] = (scope, value)
         self._keys.setdefault(scope, set()).add(key)
         self.num_bytes += len(value)
+        if self._places is not None:
+            self._places.kept(key, value)
         if self._changes is not None:
             self._changes.stored(StoreTier.HOST, key)
         return True
@@ -74,6 +78,8 @@ class MemoryBackend:
         entry = self._blocks.pop(key, None)
         if entry is None:
             return False
+        if self._places is not None:
+            self._places.left(key)
         scope, value = entry
         self.num_bytes -= len(value)
         keys = self._keys[scope]

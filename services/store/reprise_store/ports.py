@@ -70,6 +70,14 @@ class Backend(Protocol):
         """Deletes the scope's blocks of other generations, a little at a time; how many went."""
 
 
+class Places(Protocol):
+    """Tells others where the host tier's values are; hears of each before its memory can be anything else."""
+
+    def kept(self, name: str, value: Value) -> None: ...
+
+    def left(self, name: str) -> None: ...
+
+
 class Disk(Protocol):
     """The tier between host memory and Redis; its index is in memory, so asking it costs nothing."""
 

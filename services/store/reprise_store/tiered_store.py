@@ -4,6 +4,7 @@ Every answer is true for a generation: it is read from Redis after the blocks, i
 While Redis is away the last known one holds, because a reset needs Redis to be there.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class TieredStore:
         """Values in the keys' order, None where no tier has one (or Redis cannot be asked).
 
         `land` moves what comes from elsewhere to where the asker can read it and the host tier keeps it.
+        Books are kept in the next turn of the event loop, for the asker to have its answer first.
         """
         scope = scope_of(keyspace)
         names = redis_keys(keyspace, generation, keys)
@@ -129,13 +131,32 @@ class TieredStore:
             self._check_generation(generation, self._generations.get(scope) or now)
         for index, value, (_, tier) in zip(missing, landed, fetched, strict=True):
             values[index], tiers[index] = value, tier
-            if value is not None:
-                self._host.keep(scope, names[index], value)
-                if tier is StoreTier.EXTERNAL and self._disk is not None:
-                    self._disk.offer(scope, names[index], value)
         loaded = Loaded(values, tiers)
-        self._count_load(loaded)
+        asyncio.get_running_loop().call_soon(
+            self._was_loaded, scope, generation, loaded, missing, [names[index] for index in missing]
+        )
         return loaded
+
+    def _was_loaded(
+        self, scope: Scope, generation: int, loaded: Loaded, missing: Sequence[int], names: Sequence[str]
+    ) -> None:
+        """`missing`: what was not in host memory, and its names."""
+        self._count_load(loaded)
+        if self._generations.get(scope) != generation:
+            return
+        for index, name in zip(missing, names, strict=True):
+            value, tier = loaded.values[index], loaded.tiers[index]
+            if value is None:
+                continue
+            self._host.keep(scope, name, value)
+            if tier is StoreTier.EXTERNAL and self._disk is not None:
+                self._disk.offer(scope, name, value)
+
+    def was_read(self, keyspace: Keyspace, generation: int, keys: Sequence[BlockKey]) -> None:
+        """A worker has taken these from the host tier by itself."""
+        values = [self._host.take(name) for name in redis_keys(keyspace, generation, keys)]
+        found = [value for value in values if value is not None]
+        self._count_load(Loaded([*found], [StoreTier.HOST] * len(found)))
 
     def evict(self, keyspace: Keyspace, block_hashes: Set[BlockHash], tiers: Set[StoreTier]) -> int:
         """Frees this store's copies of these blocks (all of the keyspace's, if none is named) in host memory
@@ -279,9 +300,7 @@ class TieredStore:
         except (BackendDown, BackendBusy):
             return nothing, self._generations.provisional(scope)
         if self._changes is not None:
-            for name, value in zip(names, got.values, strict=True):
-                tell = self._changes.removed if value is None else self._changes.stored
-                tell(StoreTier.EXTERNAL, name)
+            asyncio.get_running_loop().call_soon(_tell_external, self._changes, names, got.values)
         return got.values, await self._settle(scope, got.generation)
 
     async def _current_generation(self, scope: Scope, *, fresh: bool = False) -> int:
@@ -367,6 +386,12 @@ class TieredStore:
         num_missing = loaded.tiers.count(None)
         if num_missing:
             self._metrics.loads.labels("external", "miss").inc(num_missing)
+
+
+def _tell_external(changes: TierChanges, names: Sequence[str], values: Sequence[Value | None]) -> None:
+    for name, value in zip(names, values, strict=True):
+        tell = changes.removed if value is None else changes.stored
+        tell(StoreTier.EXTERNAL, name)
 
 
 _SPEED = (StoreTier.HOST, StoreTier.DISK, StoreTier.EXTERNAL)

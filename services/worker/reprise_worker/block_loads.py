@@ -1,14 +1,15 @@
 """Blocks on their way from the store into the cache.
 
-The link's thread asks for values, checks each, and writes it into its block. A value in the store's shared
-memory is copied first and checked after, because its place may be given to another value at any time; so a
-block that failed may hold anything, and its report says so. A value in a message is checked first.
+What the index of the store's shared memory names, the link's thread copies; it asks for the rest. A value in
+shared memory is copied first and checked after, because its place may be given to another value at any time;
+so a block that failed may hold anything, and its report says so. A value in a message is checked first.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from reprise_core.ids import BlockHash
 from reprise_core.steps import BlockLoad, LoadReport, TransferMeasure, TransferReport, pack_ids, unpack_ids
@@ -22,6 +23,7 @@ from reprise_wire.block_codec import (
     decode_block,
 )
 from reprise_wire.block_transfer import BlockKey, Place, TransferHeader, TransferKind, encode_transfer
+from reprise_wire.host_index import IndexEntry
 from reprise_worker.fp8_values import Fp8Values
 from reprise_worker.kv_cache import KvCache
 from reprise_worker.metrics import WorkerMetrics
@@ -31,17 +33,21 @@ RELEASE_AT_ONCE = 4
 """Answers that were read are released together, while others are still to come."""
 MAX_RELEASES_WAITING = 4096
 """Releases that found no way to the store; past it the oldest is left to the lease's own end."""
+MAX_READS_WAITING = 64
+"""Messages about what was read without asking; past it the oldest is forgotten."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """Invariant: the load has ended when all of it was asked for and nothing is outstanding."""
+    """Invariant: each of its blocks is to be read, to be asked for, asked for, filled or failed."""
 
     session: bytes
     load: BlockLoad
     block_ids: list[int]
     started_s: float
-    num_asked: int = 0
+    to_read: deque[tuple[int, IndexEntry]] = field(default_factory=deque)
+    to_ask: deque[int] = field(default_factory=deque)
+    """Numbers of the load's blocks, as in `to_read`."""
     num_outstanding: int = 0
     failed: list[int] = field(default_factory=list)
     reason: str = ""
@@ -53,7 +59,7 @@ class _Load:
 
     @property
     def ended(self) -> bool:
-        return self.num_asked == len(self.block_ids) and self.num_outstanding == 0
+        return not (self.to_read or self.to_ask or self.num_outstanding)
 
 
 @dataclass(slots=True)
@@ -61,12 +67,8 @@ class _AskedBlocks:
     """One LOAD message on its way."""
 
     job: _Load
-    first: int
+    block_ids: list[int]
     keys: tuple[BlockKey, ...]
-
-    @property
-    def block_ids(self) -> list[int]:
-        return self.job.block_ids[self.first : self.first + len(self.keys)]
 
 
 class BlockLoads:
@@ -103,9 +105,10 @@ class BlockLoads:
         self._session = b""
         self._new: deque[_Load] = deque()
         self._num_pending = 0
-        self._jobs: list[_Load] = []  # loads of which something was or will be asked
+        self._jobs: list[_Load] = []  # loads that have not ended
         self._asked: dict[int, _AskedBlocks] = {}
         self._to_release: deque[int] = deque(maxlen=MAX_RELEASES_WAITING)
+        self._to_tell: deque[TransferHeader] = deque(maxlen=MAX_READS_WAITING)
 
     @property
     def session(self) -> bytes:
@@ -113,7 +116,11 @@ class BlockLoads:
 
     @property
     def has_unasked(self) -> bool:
-        return any(job.num_asked < len(job.block_ids) for job in self._jobs)
+        return any(job.to_ask for job in self._jobs)
+
+    @property
+    def has_unread(self) -> bool:
+        return any(job.to_read for job in self._jobs)
 
     @property
     def deadlines_s(self) -> list[float]:
@@ -144,12 +151,15 @@ class BlockLoads:
             self._send_report(job)
 
     def pump(self, send: Send, now_s: float) -> None:
-        """Asks for what the limits allow, ends what has timed out, and releases what was read."""
+        """Asks for what the limits allow, copies a message's worth of what needs no asking, ends what has
+        timed out, and releases what was read."""
         self._take_new()
         for job in [job for job in self._jobs if now_s >= job.started_s + self._timeout_s]:
             self._give_up(job, "timeout")
-        while self._ask_blocks(send):
-            pass
+        self._ask(send)
+        if self._read_found():
+            self._ask(send)
+        self._tell(send)
         enough = not self._asked or len(self._to_release) >= RELEASE_AT_ONCE
         if self._to_release and enough and self._wire.memory is not None:
             header = self._wire.header(TransferKind.RELEASE, released=tuple(self._to_release))
@@ -176,8 +186,11 @@ class BlockLoads:
             self._answered(asked)
 
     def store_left(self) -> None:
-        """The connection broke: no answer will come to what was asked, and the leases are gone."""
+        """The connection broke: no answer will come to what was asked, and memory and leases are gone."""
         self._to_release.clear()
+        for job in self._jobs:
+            job.to_ask += [number for number, _ in job.to_read]
+            job.to_read.clear()
         for asked in list(self._asked.values()):
             asked.job.fail(asked.block_ids, "unavailable")
             self._answered(asked)
@@ -192,8 +205,11 @@ class BlockLoads:
     def _take_new(self) -> None:
         with self._lock:
             session = self._session
-            self._jobs += self._new
+            new = list(self._new)
             self._new.clear()
+        for job in new:
+            self._look_up(job)
+        self._jobs += new
         # Loads of an ended session: no report, and late values find no job.
         self._jobs = [job for job in self._jobs if job.session == session]
         self._asked = {key: asked for key, asked in self._asked.items() if asked.job.session == session}
@@ -203,27 +219,97 @@ class BlockLoads:
             asked = self._asked.pop(transfer_id)
             job.num_outstanding -= len(asked.keys)
             job.fail(asked.block_ids, reason)
-        job.fail(job.block_ids[job.num_asked :], "unavailable" if reason == "timeout" else reason)
-        job.num_asked = len(job.block_ids)
+        left = [*(number for number, _ in job.to_read), *job.to_ask]
+        job.fail([job.block_ids[number] for number in left], "unavailable" if reason == "timeout" else reason)
+        job.to_read.clear()
+        job.to_ask.clear()
         self._end(job)
+
+    def _look_up(self, job: _Load) -> None:
+        index, load = self._wire.index, job.load
+        if index is None:
+            job.to_ask += range(len(job.block_ids))
+            return
+        keys = self._keys(load, range(len(load.block_hashes)))
+        for number, name in enumerate(self._wire.names(keys, load.generation, adapter_id=load.adapter_id)):
+            entry = index.find(name)
+            if entry is None:
+                job.to_ask.append(number)
+            else:
+                job.to_read.append((number, entry))
+
+    def _keys(self, load: BlockLoad, numbers: Iterable[int]) -> tuple[BlockKey, ...]:
+        return tuple(self._wire.key(load.group_id, load.block_hashes[number]) for number in numbers)
+
+    def _read_found(self) -> bool:
+        """Copies a message's worth of one load's blocks; False when there is nothing to copy."""
+        job = next((job for job in self._jobs if job.to_read), None)
+        if job is None:
+            return False
+        num_blocks = min(self._wire.blocks_per_message, len(job.to_read))
+        chunk = [job.to_read.popleft() for _ in range(num_blocks)]
+        read: list[int] = []
+        num_bytes = 0
+        for number, entry in chunk:
+            place = entry.place
+            if self._read(job, number, place) and self._index_holds(entry):
+                read.append(number)
+                num_bytes += place.nbytes
+            else:
+                job.to_ask.append(number)
+        self._count(job, len(read), num_bytes)
+        self._metrics.loads_by_index.inc(len(read))
+        if job.ended:
+            self._end(job)
+        if read:
+            load = job.load
+            self._to_tell.append(
+                self._wire.header(
+                    TransferKind.READ, self._keys(load, read), load.generation, adapter_id=load.adapter_id
+                )
+            )
+        return True
+
+    def _tell(self, send: Send) -> None:
+        """What was read, once there is no more to read: the store's work is to delay no load. A hint: what
+        finds no way is forgotten."""
+        if not self.has_unread:
+            for header in self._to_tell:
+                send([encode_transfer(header)])
+            self._to_tell.clear()
+
+    def _read(self, job: _Load, number: int, place: Place) -> bool:
+        """Whether the block holds what it should; else the store has to say."""
+        try:
+            self._fill(job, job.block_ids[number], job.load.block_hashes[number], place, None)
+        except BadBlock:
+            return False
+        return True
+
+    def _index_holds(self, entry: IndexEntry) -> bool:
+        """A checksum does not tell whose group's or rank's block was copied."""
+        return self._wire.index is not None and self._wire.index.holds(entry)
+
+    def _ask(self, send: Send) -> None:
+        while self._ask_blocks(send):
+            pass
 
     def _ask_blocks(self, send: Send) -> bool:
         """Sends one LOAD message; False when there is nothing to ask or no way to."""
         in_flight = sum(len(asked.keys) for asked in self._asked.values())
         room = min(self._wire.blocks_per_message, self._max_blocks_in_flight - in_flight)
-        job = next((job for job in self._jobs if job.num_asked < len(job.block_ids)), None)
+        job = next((job for job in self._jobs if job.to_ask), None)
         if job is None or room <= 0:
             return False
-        first = job.num_asked
-        hashes = job.load.block_hashes[first : first + room]
-        keys = tuple(self._wire.key(job.load.group_id, block_hash) for block_hash in hashes)
-        header = self._wire.header(
-            TransferKind.LOAD, keys, job.load.generation, adapter_id=job.load.adapter_id
-        )
+        load, numbers = job.load, list(islice(job.to_ask, room))
+        keys = self._keys(load, numbers)
+        header = self._wire.header(TransferKind.LOAD, keys, load.generation, adapter_id=load.adapter_id)
         if not send([encode_transfer(header)]):
             return False
-        self._asked[header.transfer_id] = _AskedBlocks(job, first, keys)
-        job.num_asked += len(keys)
+        block_ids = [job.block_ids[number] for number in numbers]
+        self._asked[header.transfer_id] = _AskedBlocks(job, block_ids, keys)
+        for _ in numbers:
+            job.to_ask.popleft()
         job.num_outstanding += len(keys)
         return True
 
@@ -239,6 +325,9 @@ class BlockLoads:
             else:
                 num_filled += 1
                 num_bytes += place.nbytes
+        self._count(job, num_filled, num_bytes)
+
+    def _count(self, job: _Load, num_filled: int, num_bytes: int) -> None:
         job.num_bytes += num_bytes
         self._metrics.loads.inc(num_filled)
         self._metrics.load_bytes.inc(num_bytes)
@@ -263,17 +352,21 @@ class BlockLoads:
     def _fill_from(
         self, memory: Memory, job: _Load, block_id: int, block_hash: BlockHash, place: Place
     ) -> None:
-        header, format = bytearray(HEADER_NBYTES), self._formats[job.load.adapter_id]
+        format = self._formats[job.load.adapter_id]
+        header = memory.read(place.offset, HEADER_NBYTES)
+        check_header(header, format=format, value_nbytes=place.nbytes)
         block = self._kv.block_memory(block_id) if self._fp8 is None else None
-        payload = block if block is not None else memoryview(bytearray(format.payload_nbytes))
-        fits = place.nbytes == HEADER_NBYTES + len(payload)
+        if block is None:
+            payload = memoryview(bytearray(format.payload_nbytes))
+            read_into(memory, place.offset + HEADER_NBYTES, payload)
+            check_payload(header, payload, block_hash=block_hash)
+            self._write(job, block_id, payload)
+            return
         with self._lock:
             self._check_session(job)
-            read_into(memory, place.offset, [header, payload] if fits else [header])
-        check_header(header, format=format, value_nbytes=place.nbytes)  # raises unless it fits
-        check_payload(header, payload, block_hash=block_hash)
-        if block is None:
-            self._write(job, block_id, payload)
+            address = self._kv.block_address(block_id)
+            memory.copy_to(address, place.offset + HEADER_NBYTES, format.payload_nbytes)
+        check_payload(header, block, block_hash=block_hash)
 
     def _write(self, job: _Load, block_id: int, payload: memoryview) -> None:
         """A payload that was checked."""

@@ -35,6 +35,9 @@ class WorkerMetrics:
         self.saves_failed = counter("saves_failed", "Saves that failed, by reason.", "reason")
         self.save_bytes = counter("save_bytes", "Bytes of saved block values.")
         self.loads = counter("loads", "Blocks filled from the store.")
+        self.loads_by_index = counter(
+            "loads_by_index", "Of these, found in the store's memory without asking."
+        )
         self.loads_failed = counter("loads_failed", "Blocks that could not be filled, by reason.", "reason")
         self.load_bytes = counter("load_bytes", "Bytes of loaded block values.")
         self.load_seconds = histogram("load_seconds", "Time of one load, start to end.", _TRANSFER_BUCKETS)

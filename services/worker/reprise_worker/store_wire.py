@@ -14,7 +14,9 @@ from reprise_wire.block_transfer import (
     Place,
     TransferHeader,
     TransferKind,
+    redis_keys,
 )
+from reprise_wire.host_index import HostIndex
 
 MAX_BLOCKS_PER_MESSAGE = 64
 MESSAGE_BYTES = 4 * 1024 * 1024
@@ -27,13 +29,14 @@ Send = Callable[[Sequence[Frame]], bool]
 
 
 class StoreWire:
-    """`memory` is the store's, while it shares it; then it reads ours too."""
+    """`memory` is the store's, and `index` says what is in it, while it shares it; then it reads ours too."""
 
     def __init__(
         self, keyspace: Keyspace, rank: int, block_nbytes: int, *, adapters: Sequence[str] = ()
     ) -> None:
         """`keyspace`: the model's own blocks'. `adapters`: content digests, in the order of their ids."""
         self.memory: Memory | None = None
+        self.index: HostIndex | None = None
         self.blocks_per_message = min(MAX_BLOCKS_PER_MESSAGE, max(1, MESSAGE_BYTES // block_nbytes))
         self._keyspaces = (keyspace, *(replace(keyspace, adapter=digest) for digest in adapters))
         self.fingerprints = tuple(_block_fingerprint(keyspace) for keyspace in self._keyspaces)
@@ -43,6 +46,10 @@ class StoreWire:
 
     def key(self, group_id: int, block_hash: BlockHash) -> BlockKey:
         return BlockKey(self._rank, group_id, block_hash)
+
+    def names(self, keys: Sequence[BlockKey], generation: int, *, adapter_id: int = 0) -> list[str]:
+        """What the blocks are called in the store's index."""
+        return redis_keys(self._keyspaces[adapter_id], generation, keys)
 
     def header(
         self,

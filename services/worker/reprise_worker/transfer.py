@@ -11,6 +11,7 @@ from reprise_core.errors import DataLoss
 from reprise_core.steps import BlockLoad, BlockSave, LoadReport, TransferMeasure, TransferReport
 from reprise_runtime.shared_memory import Memory
 from reprise_wire.block_transfer import Keyspace, TransferHeader, TransferKind
+from reprise_wire.host_index import HostIndex
 from reprise_worker.block_loads import BlockLoads
 from reprise_worker.block_saves import BlockSaves
 from reprise_worker.fp8_values import Fp8Values
@@ -119,14 +120,14 @@ class Transfers:
     def hello(self) -> TransferHeader:
         return self._wire.header(TransferKind.HELLO)
 
-    def store_arrived(self, memory: Memory | None) -> None:
-        """It said WELCOME; `memory` is its own, where the two share any."""
-        self._wire.memory = memory
+    def store_arrived(self, memory: Memory | None = None, index: HostIndex | None = None) -> None:
+        """It said WELCOME; `memory` is its own, with the host tier's `index`, where the two share any."""
+        self._wire.memory, self._wire.index = memory, index
         self._metrics.store_memory_shared.set(memory is not None)
 
     def store_left(self) -> None:
         """The connection broke. What waits goes to whoever comes next."""
-        self.store_arrived(None)
+        self.store_arrived()
         self._saves.store_left()
         self._loads.store_left()
 
@@ -144,6 +145,11 @@ class Transfers:
         now_s = self._clock()
         self._loads.pump(send, now_s)
         self._saves.pump(send, now_s)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `pump` has more to copy out of the store's memory: what came meanwhile goes first."""
+        return self._loads.has_unread
 
     def next_deadline_s(self) -> float | None:
         """On the clock's scale; None when nothing is in flight."""

@@ -3,8 +3,8 @@
 A real Valkey, two stores (one without a host tier, so that every load comes from Redis; one without
 Redis) and, for each, a worker's side (cache, transfers, link) in a process of its own. A save counts as
 done when its tier has it. Peers, in the same rounds: a bare redis-py client that pipelines GET or SET of
-values of the same size; for the host tier the Redis tier, and a limit: the same messages and copies with
-nothing else (store_limit); and copying the bytes in memory.
+values of the same size; for the host tier the Redis tier, and a limit: the same copies with nothing else
+(store_limit); and copying the bytes in memory.
 """
 
 import asyncio

@@ -13,6 +13,7 @@ from reprise_store.adapters.shared_arena import SharedArena
 from reprise_store.keys import Scope
 from reprise_store.memory_backend import MemoryBackend
 from reprise_wire.block_transfer import Place
+from reprise_wire.host_index import HostIndex
 
 KIB = 1024
 SCOPE = Scope("n", "a")
@@ -23,7 +24,7 @@ SIZES = st.sampled_from([1, 4096, 4097, 9000, 20_000, 33_000, 70_000])
 def read(arena: SharedArena, place: Place) -> bytes:
     """As a worker does it."""
     target = bytearray(place.nbytes)
-    read_into(arena.memory, place.offset, [target])
+    read_into(arena.memory, place.offset, target)
     return bytes(target)
 
 
@@ -34,7 +35,9 @@ class ArenaMachine(RuleBasedStateMachine):
         super().__init__()
         self.num_full = 0
         self.arena = SharedArena(BUDGET_BYTES, on_full=self.full)
-        self.host = MemoryBackend(96 * KIB)
+        self.host = MemoryBackend(96 * KIB, places=self.arena)
+        place = self.arena.index_place
+        self.index = HostIndex(self.arena.memory.view(place.offset, place.nbytes))
         self.content: dict[str, bytes] = {}
         self.leases: list[list[tuple[memoryview, Place, bytes]]] = []
         self.queue: list[tuple[memoryview, bytes]] = []
@@ -88,10 +91,17 @@ class ArenaMachine(RuleBasedStateMachine):
             assert view == content
 
     @invariant()
+    def the_index_names_what_the_host_tier_has_here(self) -> None:
+        for number in range(10):
+            entry, value = self.index.find(str(number)), self.host.take(str(number))
+            assert (entry.place if entry else None) == (None if value is None else self.arena.place_of(value))
+            assert entry is None or read(self.arena, entry.place) == self.content[str(number)]
+
+    @invariant()
     def bytes_are_conserved(self) -> None:
         self.arena.check_invariants()
         self.host.check_invariants()
-        pages = os.fstat(self.arena.memory.fd).st_blocks * 512
+        pages = os.fstat(self.arena.memory.fd).st_blocks * 512 - self.arena.index_place.nbytes
         assert pages == self.arena.resident_bytes <= BUDGET_BYTES
 
     def teardown(self) -> None:

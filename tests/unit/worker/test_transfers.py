@@ -1,19 +1,15 @@
 """Saves and loads, without a socket: what is asked, what is written, what is reported."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
 from reprise_core.errors import DataLoss
-from reprise_core.ids import BlockHash
 from reprise_core.steps import (
     BlockLoad,
-    BlockSave,
     LoadReport,
     TransferMeasure,
     TransferReport,
@@ -21,123 +17,17 @@ from reprise_core.steps import (
     unpack_ids,
 )
 from reprise_runtime.shared_memory import make_memory
-from reprise_wire.block_codec import encode_header
 from reprise_wire.block_transfer import (
     TRANSFER_VERSION,
     Keyspace,
     Place,
     TransferHeader,
     TransferKind,
-    decode_transfer,
-    encode_transfer,
 )
-from reprise_worker.kv_cache import KvCache
-from reprise_worker.layer_groups import LayerShape
 from reprise_worker.metrics import WorkerMetrics
-from reprise_worker.transfer import NoStore, TransferLimits, Transfers
+from reprise_worker.transfer import NoStore
 from support.runner_driver import block_save
-
-FINGERPRINT = "ab" * 16
-SESSION = b"s" * 16
-ADAPTERS = ("cd" * 16, "ef" * 16)
-"""Content digests."""
-
-
-def hash_of(number: int) -> BlockHash:
-    return BlockHash(number.to_bytes(32, "big"))
-
-
-@dataclass
-class Sent:
-    header: TransferHeader
-    values: list[bytes]
-
-
-@dataclass
-class Bench:
-    """Transfers with a clock that stands still, a wire that remembers, and a list of reports."""
-
-    limits: TransferLimits
-    now_s: float = 0.0
-    connected: bool = True
-    fp8: bool = False
-    sent: list[Sent] = field(default_factory=list)
-    reports: list[LoadReport] = field(default_factory=list)
-    loaded: list[TransferMeasure] = field(default_factory=list)
-    saved: list[TransferMeasure] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.kv = KvCache(
-            [LayerShape(2, 8, 8)],
-            num_blocks=96,
-            block_size=4,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        self.kv.keys[0].copy_(torch.randn(self.kv.keys[0].shape))
-        self.transfers = Transfers(
-            self.kv,
-            keyspace=Keyspace("test", FINGERPRINT),
-            rank=0,
-            limits=self.limits,
-            metrics=WorkerMetrics(self.registry),
-            report=self.report,
-            clock=lambda: self.now_s,
-            fp8=self.fp8,
-            adapters=ADAPTERS,
-        )
-        self.transfers.begin_session(SESSION)
-
-    def report(self, session: bytes, report: TransferReport) -> None:
-        assert session == SESSION
-        assert len(report.loads) == len(report.loaded)
-        self.reports += report.loads
-        self.loaded += report.loaded
-        self.saved += report.saved
-
-    def send(self, frames: Sequence[bytes | memoryview]) -> bool:
-        if self.connected:
-            self.sent.append(Sent(decode_transfer(frames), [bytes(value) for value in frames[1:]]))
-        return self.connected
-
-    def pump(self) -> list[Sent]:
-        self.sent = []
-        self.transfers.pump(self.send)
-        return self.sent
-
-    def answer(self, sent: Sent, kind: TransferKind, values: Sequence[bytes] = (), **more: object) -> None:
-        header = TransferHeader(TRANSFER_VERSION, kind, sent.header.transfer_id, **more)  # type: ignore[arg-type]
-        frames = [encode_transfer(header), *values]
-        self.transfers.receive(decode_transfer(frames), frames[1:])
-
-    def value(self, block_id: int, block_hash: BlockHash, fingerprint: str = FINGERPRINT) -> bytes:
-        """A block of the cache as another worker would have saved it."""
-        out = torch.empty(self.kv.block_nbytes, dtype=torch.uint8)
-        self.kv.export_block(block_id, out)
-        payload = out.numpy().tobytes()
-        wanted = self.kv.block_format(bytes.fromhex(fingerprint))
-        return encode_header(payload, block_hash=block_hash, format=wanted) + payload
-
-    def load(
-        self, blocks: Sequence[int], hashes: Sequence[BlockHash], handle: int = 7, adapter_id: int = 0
-    ) -> None:
-        self.transfers.load([BlockLoad(handle, 0, pack_ids(blocks), tuple(hashes), 3, adapter_id)])
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"reprise_worker_{name}", labels) or 0.0
-
-
-def limits(**changes: float) -> TransferLimits:
-    standard = {
-        "staging_bytes": 16 * 1024,
-        "max_saves_in_flight": 4,
-        "max_pending_loads": 3,
-        "max_load_bytes_in_flight": 66 * 512,
-        "load_timeout_s": 5.0,
-        "save_timeout_s": 30.0,
-    }
-    return TransferLimits(**(standard | changes))  # type: ignore[arg-type]
+from support.transfer_bench import ADAPTERS, FINGERPRINT, SESSION, Bench, hash_of, limits
 
 
 @pytest.fixture
@@ -164,9 +54,10 @@ def test_a_saved_block_loads_into_another(bench: Bench) -> None:
 
 
 def test_blocks_of_adapters_are_saved_and_asked_in_messages_of_their_own(bench: Bench) -> None:
-    saves = [block_save(5, hash_of(number)) for number in range(4)]
     adapter_ids = (1, 1, 2, 0)
-    bench.transfers.save([with_adapter(*one) for one in zip(saves, adapter_ids, strict=True)])
+    bench.transfers.save(
+        [block_save(5, hash_of(number), adapter_id=one) for number, one in enumerate(adapter_ids)]
+    )
     sent = bench.pump()
     keyspaces = [Keyspace("test", FINGERPRINT, adapter) for adapter in (*ADAPTERS, "")]
     assert [one.header.keyspace for one in sent] == keyspaces
@@ -188,7 +79,7 @@ def test_a_value_of_another_adapter_or_of_the_model_is_foreign(fp8: bool) -> Non
     bench = Bench(limits(), fp8=fp8)
     values = []
     for adapter_id in range(3):
-        bench.transfers.save([with_adapter(block_save(5, hash_of(1)), adapter_id)])
+        bench.transfers.save([block_save(5, hash_of(1), adapter_id=adapter_id)])
         (saved,) = bench.pump()
         values += saved.values
         bench.answer(saved, TransferKind.SAVED, accepted=(True,))
@@ -199,10 +90,6 @@ def test_a_value_of_another_adapter_or_of_the_model_is_foreign(fp8: bool) -> Non
             (asked,) = bench.pump()
             bench.answer(asked, TransferKind.LOADED, [value])
             assert bench.reports.pop().reason == ("" if stored == adapter_id else "foreign")
-
-
-def with_adapter(save: BlockSave, adapter_id: int) -> BlockSave:
-    return msgspec.structs.replace(save, adapter_id=adapter_id)
 
 
 def test_every_transfer_is_measured_when_it_is_over(bench: Bench) -> None:

@@ -123,6 +123,8 @@ class BlockServer:
             self._welcome(peer, header.transfer_id)
         elif header.kind == TransferKind.RELEASE:
             self._release(peer, header.released)
+        elif header.kind == TransferKind.READ:
+            self._store.was_read(keyspace, header.generation, header.keys)
         elif header.kind == TransferKind.SAVE:
             self._start_save(way, self._save(peer, header, keyspace, message[1:]))
         elif len(self._loads) >= self._load_queue_requests:
@@ -134,8 +136,8 @@ class BlockServer:
         header = decode_transfer(message)
         if header.version != TRANSFER_VERSION or header.kind in (TransferKind.HELLO, TransferKind.RELEASE):
             return header, Keyspace("", "")
-        if header.kind not in (TransferKind.SAVE, TransferKind.LOAD):
-            raise InvalidInput("kind", f"{header.kind[:20]!r}, must be hello, save, load or release")
+        if header.kind not in (TransferKind.SAVE, TransferKind.LOAD, TransferKind.READ):
+            raise InvalidInput("kind", f"{header.kind[:20]!r}, must be hello, save, load, read or release")
         if header.keyspace is None:
             raise InvalidInput("keyspace", f"missing in a {header.kind}")
         if len(header.keys) > self._max_transfer_blocks:

@@ -22,7 +22,7 @@ from reprise_runtime.shared_memory import (
 )
 from reprise_store.metrics import StoreMetrics
 from reprise_store.ports import Value
-from reprise_wire.block_transfer import MemoryOffer
+from reprise_wire.block_transfer import MemoryOffer, Place
 
 MAX_OFFERS = 256
 """Tokens not yet used; past it the oldest is void, and its worker gets frames."""
@@ -78,8 +78,12 @@ class MemoryPeer:
 
 
 class MemoryPeers:
-    def __init__(self, ours: Memory, *, lease_timeout_s: float, metrics: StoreMetrics) -> None:
+    def __init__(
+        self, ours: Memory, index: Place | None, *, lease_timeout_s: float, metrics: StoreMetrics
+    ) -> None:
+        """`index`: where in our memory workers look for the host tier's blocks, if there is one."""
         self._ours = ours
+        self._index = index
         self._lease_timeout_s = lease_timeout_s
         self._metrics = metrics
         self._offers: OrderedDict[bytes, bytes] = OrderedDict()  # token -> ZMQ peer
@@ -100,7 +104,7 @@ class MemoryPeers:
         self._offers[token] = peer
         if len(self._offers) > MAX_OFFERS:
             self._offers.popitem(last=False)
-        return MemoryOffer(self._address, token)
+        return MemoryOffer(self._address, token, self._index)
 
     @property
     def any(self) -> bool:

@@ -3,6 +3,8 @@
 `allocate` gives a memoryview; its place is free again when that view and every slice of it are gone. So
 whoever reads (a lease, the queue to Redis, a frame that ZMQ has not sent yet) just holds it.
 
+The host tier's index (`host_index`) lies behind them.
+
 Every class of sizes (powers of two) has addresses of its own, which cost nothing: memory is only the pages
 that were ever written. A freed place keeps its pages for the next value of its class, until another class
 needs them. So nothing fragments, and one model's blocks can follow another's.
@@ -22,9 +24,12 @@ from typing import Any
 from reprise_runtime.shared_memory import Memory, make_memory, read_into
 from reprise_store.ports import Value
 from reprise_wire.block_transfer import Place
+from reprise_wire.host_index import ENTRY_NBYTES, HostIndex
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _MAX_SLOT_NBYTES = 1 << 30
+_INDEXED_BLOCK_NBYTES = 32 * 1024
+"""The index has an entry for every so many bytes of the budget. With smaller blocks it may lack some."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +57,7 @@ class SharedArena:
 
     def __init__(self, budget_bytes: int, *, on_full: Callable[[], None] = lambda: None) -> None:
         """Raises OSError where the system gives no such memory. `on_full`: a value found no room here."""
-        self._budget_bytes = -(-budget_bytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        self._budget_bytes = _whole_pages(budget_bytes)
         self.resident_bytes = 0
         self._on_full = on_full
         self._lock = threading.Lock()
@@ -66,8 +71,13 @@ class SharedArena:
         for number, size in enumerate(slot_sizes):
             region_nbytes = 2 * self._budget_bytes
             self._classes[size] = _SizeClass(size, number * region_nbytes, [], [])
-        self.memory: Memory = make_memory("reprise-store", len(slot_sizes) * 2 * self._budget_bytes)
+        values_nbytes = len(slot_sizes) * 2 * self._budget_bytes
+        index_nbytes = _whole_pages(self._budget_bytes // _INDEXED_BLOCK_NBYTES * ENTRY_NBYTES + 1)
+        self.index_place = Place(values_nbytes, index_nbytes)
+        self.memory: Memory = make_memory("reprise-store", values_nbytes + index_nbytes)
+        os.posix_fallocate(self.memory.fd, values_nbytes, index_nbytes)
         self._map = mmap.mmap(self.memory.fd, self.memory.nbytes)
+        self._index = HostIndex(memoryview(self._map)[values_nbytes:])
         self._base = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map))
 
     def allocate(self, nbytes: int) -> memoryview | None:
@@ -101,7 +111,7 @@ class SharedArena:
         for place in places:
             room = self.allocate(place.nbytes) if place.nbytes else None
             target = room if room is not None else bytearray(place.nbytes)
-            read_into(memory, place.offset, [target])
+            read_into(memory, place.offset, target)
             values.append(memoryview(target))
         return values
 
@@ -111,6 +121,15 @@ class SharedArena:
             return None
         offset = self._offset(value)
         return Place(offset, value.nbytes) if 0 <= offset < self.memory.nbytes else None
+
+    def kept(self, name: str, value: Value) -> None:
+        """The host tier has the value: in here, workers find it by themselves."""
+        place = self.place_of(value)
+        if place is not None:
+            self._index.put(name, place)
+
+    def left(self, name: str) -> None:
+        self._index.remove(name)
 
     def check_invariants(self) -> None:
         with self._lock:
@@ -135,7 +154,7 @@ class SharedArena:
         if size_class is None:
             return None
         slot = size_class.warm.pop() if size_class.warm else None
-        wanted_bytes = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        wanted_bytes = _whole_pages(nbytes)
         growth = max(0, wanted_bytes - (slot.resident_bytes if slot else 0))
         if not self._make_room(growth):
             if slot is not None:
@@ -179,6 +198,10 @@ class SharedArena:
                 slot.resident_bytes = 0
                 size_class.cold.append(slot)
         return self.resident_bytes + growth <= self._budget_bytes
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
 
 def _new_slot(size_class: _SizeClass) -> _Slot:

@@ -23,6 +23,7 @@ from reprise_wire.block_transfer import (
     decode_transfer,
     encode_transfer,
 )
+from reprise_wire.host_index import HostIndex
 from reprise_worker.adapters.dealer import DealerThread
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.transfer import Transfers
@@ -80,6 +81,8 @@ class StoreLink(DealerThread):
         elif self._away:
             self._transfers.fail_loads(older_than_s=_AWAY_GRACE_S)
         self._transfers.pump(self._send if self._welcome else _nobody)
+        if self._transfers.has_unread:
+            return 0.0
         if self._greeting or self._transfers.has_unsent:
             return _RETRY_S
         deadline_s = self._transfers.next_deadline_s()
@@ -141,22 +144,28 @@ class StoreLink(DealerThread):
         if not self._greeting:
             return  # the answer to a repeated HELLO
         self._greeting, self._welcome = False, True
-        self._transfers.store_arrived(self._join(offer) if offer is not None else None)
+        shared = self._join(offer) if offer is not None else None
+        if shared is None:
+            self._transfers.store_arrived()
+        else:
+            self._transfers.store_arrived(*shared)
 
-    def _join(self, offer: MemoryOffer) -> Memory | None:
+    def _join(self, offer: MemoryOffer) -> tuple[Memory, HostIndex | None] | None:
         if not self._shared_memory:
             return None
         try:
             connection, memory = join(
                 offer.address, offer.token, self._transfers.staging_memory, timeout_s=_JOIN_TIMEOUT_S
             )
-        except OSError as error:
+            place = offer.index
+            index = HostIndex(memory.view(place.offset, place.nbytes)) if place is not None else None
+        except (OSError, ValueError) as error:
             log.info("block bytes go through the socket: no memory shared with the store", reason=str(error))
             return None
         self._memory_connection = connection
         self.watch(connection.fileno(), self._receive_by_memory)
         log.info("block bytes go through shared memory", endpoint=self._endpoint)
-        return memory
+        return memory, index
 
     def _refuse_store(self, version: int) -> None:
         self._greeting, self._refused = False, True
