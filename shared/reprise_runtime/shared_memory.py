@@ -41,6 +41,7 @@ class Memory:
         self.fd = fd
         self.nbytes = nbytes
         self._address = 0
+        self._view = memoryview(b"")
         self._unmap = _libc.munmap
 
     def __del__(self) -> None:
@@ -63,29 +64,25 @@ class Memory:
             if address is None or address == ctypes.c_void_p(-1).value:
                 raise OSError(ctypes.get_errno(), "memory cannot be mapped")
             self._address = address
+            self._view = (
+                memoryview((ctypes.c_ubyte * self.nbytes).from_address(address)).cast("B").toreadonly()
+            )
         return self._address
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """To read, while this object lives. Raises OSError as `map` does, or when it is too short."""
-        address = self.map()
-        self._check_range(offset, nbytes)
-        return memoryview((ctypes.c_ubyte * nbytes).from_address(address + offset)).cast("B").toreadonly()
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Raises OSError as `view` does."""
-        address = self.map()
-        self._check_range(offset, nbytes)
-        return ctypes.string_at(address + offset, nbytes)
+        self._address_of(offset, nbytes)
+        return self._view[offset : offset + nbytes]
 
     def copy_to(self, target_address: int, offset: int, nbytes: int) -> None:
         """Without the GIL; the target is the caller's to know. Raises OSError as `view` does."""
-        address = self.map()
-        self._check_range(offset, nbytes)
-        ctypes.memmove(target_address, address + offset, nbytes)
+        ctypes.memmove(target_address, self._address_of(offset, nbytes), nbytes)
 
-    def _check_range(self, offset: int, nbytes: int) -> None:
+    def _address_of(self, offset: int, nbytes: int) -> int:
+        address = self._address or self.map()
         if not 0 <= offset <= self.nbytes - nbytes:
             raise OSError(errno.EIO, f"{nbytes} bytes at {offset} in memory of {self.nbytes} bytes")
+        return address + offset
 
 
 class MemoryConnection:

@@ -107,7 +107,7 @@ def check_header(header: Buffer, *, format: BlockFormat, value_nbytes: int) -> N
     """Raises BadBlock unless this is the header of a block of this format, `value_nbytes` long in all."""
     if len(header) < HEADER_NBYTES:
         raise BadBlock("damaged", f"block value of {value_nbytes} bytes is shorter than its header")
-    fields = bytes(header[: _FIELDS.size])
+    fields = header[: _FIELDS.size]
     if fields != format.fields:
         raise BadBlock("foreign", f"block header differs in {_first_difference(fields, format.fields)}")
     if value_nbytes != HEADER_NBYTES + format.payload_nbytes:
@@ -117,13 +117,12 @@ def check_header(header: Buffer, *, format: BlockFormat, value_nbytes: int) -> N
 
 def check_payload(header: Buffer, payload: Buffer, *, block_hash: BlockHash) -> None:
     """Raises BadBlock unless the payload is the one that this header was made for, under this hash."""
-    (checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
-    if checksum != _checksum(block_hash, bytes(header[: _FIELDS.size]), payload):
+    if header[_FIELDS.size :] != _CHECKSUM.pack(_checksum(block_hash, header[: _FIELDS.size], payload)):
         raise BadBlock("damaged", "block checksum does not match")
 
 
-def _checksum(block_hash: BlockHash, fields: bytes, payload: Buffer) -> int:
-    digest = xxhash.xxh3_64(block_hash + fields)
+def _checksum(block_hash: BlockHash, fields: Buffer, payload: Buffer) -> int:
+    digest = xxhash.xxh3_64(block_hash + bytes(fields))
     digest.update(payload)
     return digest.intdigest()
 
@@ -134,7 +133,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _first_difference(fields: bytes, wanted: bytes) -> str:
+def _first_difference(fields: Buffer, wanted: bytes) -> str:
     """The first field that differs, with both values; the fingerprint by name alone."""
     for name, value, allowed in zip(_NAMES, _FIELDS.unpack(fields), _FIELDS.unpack(wanted), strict=True):
         if value != allowed:

@@ -13,6 +13,7 @@ its digest modulo their number:
 """
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 import xxhash
@@ -46,13 +47,16 @@ class HostIndex:
         if not self._num_buckets:
             raise ValueError(f"an index of {len(table)} bytes, must have {BUCKET_NBYTES} or more")
 
-    def find(self, name: str) -> IndexEntry | None:
-        """`name`: the block's Redis key."""
-        digest, start, bucket = self._bucket_of(name)
-        at = bucket.find(digest)
-        if at % ENTRY_NBYTES:  # also where it is not found, -1
-            return None
-        return IndexEntry(start + at, bucket[at : at + ENTRY_NBYTES])
+    def find(self, names: Sequence[str]) -> list[IndexEntry | None]:
+        """`names`: the blocks' Redis keys."""
+        found: list[IndexEntry | None] = []
+        for name in names:
+            digest, start, bucket = self._bucket_of(name)
+            at = bucket.find(digest)
+            # Not found is -1, and no entry begins there.
+            entry = None if at % ENTRY_NBYTES else IndexEntry(start + at, bucket[at : at + ENTRY_NBYTES])
+            found.append(entry)
+        return found
 
     def holds(self, entry: IndexEntry) -> bool:
         """Whether it is as it was found."""

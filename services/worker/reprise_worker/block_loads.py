@@ -33,6 +33,8 @@ RELEASE_AT_ONCE = 4
 """Answers that were read are released together, while others are still to come."""
 MAX_RELEASES_WAITING = 4096
 """Releases that found no way to the store; past it the oldest is left to the lease's own end."""
+READ_AT_ONCE_BYTES, MAX_READ_AT_ONCE = 16 * 1024 * 1024, 256
+"""What is copied without asking before answers have their turn (some 2 ms), and its number of blocks."""
 MAX_READS_WAITING = 64
 """Messages about what was read without asking; past it the oldest is forgotten."""
 
@@ -95,6 +97,7 @@ class BlockLoads:
         self._wire = wire
         self._max_pending = max_pending
         self._max_blocks_in_flight = max(1, max_bytes_in_flight // kv.block_nbytes)
+        self._max_blocks_at_once = min(MAX_READ_AT_ONCE, max(1, READ_AT_ONCE_BYTES // kv.block_nbytes))
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._report = report
@@ -151,8 +154,8 @@ class BlockLoads:
             self._send_report(job)
 
     def pump(self, send: Send, now_s: float) -> None:
-        """Asks for what the limits allow, copies a message's worth of what needs no asking, ends what has
-        timed out, and releases what was read."""
+        """Ends what has timed out, asks for what the limits allow, copies some of what needs no asking, and
+        releases what was read."""
         self._take_new()
         for job in [job for job in self._jobs if now_s >= job.started_s + self._timeout_s]:
             self._give_up(job, "timeout")
@@ -231,8 +234,8 @@ class BlockLoads:
             job.to_ask += range(len(job.block_ids))
             return
         keys = self._keys(load, range(len(load.block_hashes)))
-        for number, name in enumerate(self._wire.names(keys, load.generation, adapter_id=load.adapter_id)):
-            entry = index.find(name)
+        names = self._wire.names(keys, load.generation, adapter_id=load.adapter_id)
+        for number, entry in enumerate(index.find(names)):
             if entry is None:
                 job.to_ask.append(number)
             else:
@@ -242,12 +245,12 @@ class BlockLoads:
         return tuple(self._wire.key(load.group_id, load.block_hashes[number]) for number in numbers)
 
     def _read_found(self) -> bool:
-        """Copies a message's worth of one load's blocks; False when there is nothing to copy."""
+        """Copies some of one load's blocks; False when there is nothing to copy."""
         job = next((job for job in self._jobs if job.to_read), None)
         if job is None:
             return False
-        num_blocks = min(self._wire.blocks_per_message, len(job.to_read))
-        chunk = [job.to_read.popleft() for _ in range(num_blocks)]
+        at_once = min(self._max_blocks_at_once, len(job.to_read))
+        chunk = [job.to_read.popleft() for _ in range(at_once)]
         read: list[int] = []
         num_bytes = 0
         for number, entry in chunk:
@@ -353,7 +356,7 @@ class BlockLoads:
         self, memory: Memory, job: _Load, block_id: int, block_hash: BlockHash, place: Place
     ) -> None:
         format = self._formats[job.load.adapter_id]
-        header = memory.read(place.offset, HEADER_NBYTES)
+        header = bytes(memory.view(place.offset, HEADER_NBYTES))
         check_header(header, format=format, value_nbytes=place.nbytes)
         block = self._kv.block_memory(block_id) if self._fp8 is None else None
         if block is None:

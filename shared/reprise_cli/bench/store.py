@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from reprise_cli.bench.report import BenchRow, interleaved_medians
@@ -34,10 +35,10 @@ BATCHES = (1, 16, 256)
 MAX_BATCH_BYTES = 256 * MIB
 """Larger batches are cut to it; the case names say how many blocks there were."""
 HEADER_NBYTES = 64
-REPEATS = 3
-REPEATS_OF_SMALL = 15
-SMALL_BATCH_BYTES = 16 * MIB
-"""A batch of up to so many takes milliseconds, which vary more and cost little to measure again."""
+REPEATS = 7
+IN_A_ROW_BYTES, MAX_IN_A_ROW = 16 * MIB, 16
+"""Small batches take so little that the first after a pause shows the pause. A measurement is the mean of a
+row of them, one after another, that moves so much, here and for the peers."""
 NUM_LOOKUPS = 200
 LOOKUP_BLOCKS = 1024
 START_TIMEOUT_S = 60.0
@@ -63,7 +64,7 @@ def store_rows(
             for side in stores.values():
                 side.make(size, max(shapes))
             for num_blocks in shapes:
-                rows += _rows(redis, stores, size, num_blocks, repeats or _repeats(size * num_blocks))
+                rows += _rows(redis, stores, size, num_blocks, repeats or REPEATS)
             redis.flushall()
         return rows + list(_lookup_rows(stores["redis"]))
 
@@ -98,18 +99,21 @@ def _rows(redis: Any, sides: dict[str, "_Side"], size: int, num_blocks: int, rep
     def copy() -> None:
         memoryview(target)[:] = source
 
+    measures = {
+        "bare set": timed(set_bare),
+        "save redis": lambda: sides["redis"].save(size, num_blocks),
+        "save host": lambda: sides["host"].save(size, num_blocks),
+        "bare get": lambda: _seconds(get_bare),
+        "limit host": lambda: sides["host"].limit(num_blocks),
+        "load redis": lambda: sides["redis"].load(size, num_blocks),
+        "load host": lambda: sides["host"].load(size, num_blocks),
+        "memcpy": lambda: _seconds(copy),
+    }
+    in_a_row = max(1, min(MAX_IN_A_ROW, IN_A_ROW_BYTES // (size * num_blocks)))
     medians = interleaved_medians(
-        {"memcpy": copy},
+        {},
         repeats=repeats,
-        measured={
-            "bare set": timed(set_bare),
-            "save redis": lambda: sides["redis"].save(size, num_blocks),
-            "save host": lambda: sides["host"].save(size, num_blocks),
-            "bare get": lambda: _seconds(get_bare),
-            "limit host": lambda: sides["host"].limit(num_blocks),
-            "load redis": lambda: sides["redis"].load(size, num_blocks),
-            "load host": lambda: sides["host"].load(size, num_blocks),
-        },
+        measured={name: partial(_mean, measure, in_a_row) for name, measure in measures.items()},
     )
     rates = {name: num_blocks * size / seconds / 1e6 for name, seconds in medians.items()}
     shape = f"{_size_name(size)} x{num_blocks}"
@@ -127,8 +131,8 @@ def _rows(redis: Any, sides: dict[str, "_Side"], size: int, num_blocks: int, rep
     ]
 
 
-def _repeats(batch_bytes: int) -> int:
-    return REPEATS_OF_SMALL if batch_bytes <= SMALL_BATCH_BYTES else REPEATS
+def _mean(measure: Callable[[], float], times: int) -> float:
+    return sum(measure() for _ in range(times)) / times
 
 
 def _seconds(function: Callable[[], None]) -> float:

@@ -57,7 +57,7 @@ class BareLoads:
             self._loaded.set()
 
     def _take(self, block: int) -> None:
-        header, payload = self._memory.read(block * self._stride, HEADER_NBYTES), self._payload(block)
+        header, payload = bytes(self._memory.view(block * self._stride, HEADER_NBYTES)), self._payload(block)
         read_into(self._memory, block * self._stride + HEADER_NBYTES, payload)
         check_header(header, format=self._format, value_nbytes=HEADER_NBYTES + len(payload))
         check_payload(header, payload, block_hash=block_hash(block))

@@ -93,7 +93,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def the_index_names_what_the_host_tier_has_here(self) -> None:
         for number in range(10):
-            entry, value = self.index.find(str(number)), self.host.take(str(number))
+            (entry,), value = self.index.find([str(number)]), self.host.take(str(number))
             assert (entry.place if entry else None) == (None if value is None else self.arena.place_of(value))
             assert entry is None or read(self.arena, entry.place) == self.content[str(number)]
 

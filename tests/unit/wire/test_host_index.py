@@ -37,12 +37,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def remember(self, name: str) -> None:
-        entry = self.reader.find(name)
+        (entry,) = self.reader.find([name])
         if entry is not None:
             self.entries[name] = entry
 
     def found(self, name: str) -> Place | None:
-        entry = self.reader.find(name)
+        (entry,) = self.reader.find([name])
         return None if entry is None else entry.place
 
     @invariant()
@@ -69,13 +69,13 @@ def test_a_bucket_that_is_full_gives_way_to_the_newest() -> None:
     names = [f"name {number}" for number in range(3 * BUCKET_ENTRIES)]
     for number, name in enumerate(names):
         index.put(name, Place(number, 1))
-        entry = index.find(name)
+        (entry,) = index.find([name])
         assert entry is not None
         assert entry.place == Place(number, 1)
-    assert sum(index.find(name) is not None for name in names) == BUCKET_ENTRIES
+    assert sum(entry is not None for entry in index.find(names)) == BUCKET_ENTRIES
     for name in names:
         index.remove(name)
-    assert not any(index.find(name) for name in names)
+    assert not any(index.find(names))
 
 
 def test_less_than_a_bucket_is_no_index() -> None:

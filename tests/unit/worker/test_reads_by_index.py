@@ -203,6 +203,7 @@ def test_an_adapters_block_is_found_under_its_own_name(fp8: bool) -> None:
 
 def long_load(bench: Bench, store: SharingStore) -> None:
     """Of 70 blocks, of which a turn reads 64."""
+    bench.transfers._loads._max_blocks_at_once = 64
     for number in range(70):
         store.keep(name_of(hash_of(number)), bench.value(1, hash_of(number)))
     bench.load(range(20, 90), [hash_of(number) for number in range(70)])

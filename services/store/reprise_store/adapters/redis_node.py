@@ -230,10 +230,11 @@ def pack(commands: Sequence[Command]) -> list[Value]:
     for command in commands:
         joined += b"*%d\r\n" % len(command)
         for argument in command:
-            if len(argument) <= JOINED_NBYTES:
-                joined += b"$%d\r\n%b\r\n" % (len(argument), bytes(argument))
+            nbytes = len(argument)
+            if nbytes <= JOINED_NBYTES:
+                joined += b"$%d\r\n%b\r\n" % (nbytes, argument)
                 continue
-            joined += b"$%d\r\n" % len(argument)
+            joined += b"$%d\r\n" % nbytes
             pieces += [bytes(joined), argument]
             joined = bytearray(b"\r\n")
     return [*pieces, bytes(joined)]

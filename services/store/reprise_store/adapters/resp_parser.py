@@ -24,8 +24,8 @@ HEADER_READ_NBYTES = 4096
 """Read at once while a line is expected: what follows it, of a large value, is copied once more."""
 READ_AHEAD_NBYTES = 64
 """Read at once with the end of a large value: the length of the next one, and little of itself."""
-MAX_TURN_NBYTES = 1024 * 1024
-"""Read before the others on the event loop have their turn (some 0.3 ms)."""
+MAX_TURN_NBYTES = 2 * 1024 * 1024
+"""Read before the others on the event loop have their turn (some 0.4 ms)."""
 _DIGITS = re.compile(rb"(?::[0-9]\r\n)*")
 
 _parse_error: Callable[[str], Exception] = BaseParser.parse_error
