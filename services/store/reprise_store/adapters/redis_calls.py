@@ -96,16 +96,22 @@ class RedisCalls:
     async def run(self, call: KeyedCall, split: Split) -> None:
         """Fills in the call. Raises when nothing was answered; with one server, when anything was not."""
         await self._know_slots()
-        places: dict[RedisNode | None, list[int]] = {}
-        for place, key in enumerate(call.keys):
-            places.setdefault(self._topology.node_of(key), []).append(place)
-        await self._run(
-            call, [(node, list(split(part))) for node, part in places.items() if node is not None]
-        )
-        await self._follow(call, split)
+        if isinstance(self._topology, OneNode):
+            await self._run(call, [(self._topology.node, list(split(range(len(call.keys)))))])
+        else:
+            await self._run_sharded(call, split, self._topology)
         call.answers = [None if isinstance(answer, AskError) else answer for answer in call.answers]
         if call.keys and not call.num_answered:
             raise call.problem or BackendPartlyDown("redis: no node has the slots of these keys")
+
+    async def _run_sharded(self, call: KeyedCall, split: Split, cluster: ClusterNodes) -> None:
+        places: dict[RedisNode | None, list[int]] = {}
+        for place, key in enumerate(call.keys):
+            places.setdefault(cluster.node_of(key), []).append(place)
+        await self._run(
+            call, [(node, list(split(part))) for node, part in places.items() if node is not None]
+        )
+        await self._follow(call, split, cluster)
 
     async def at_key(self, key: bytes, commands: Sequence[Command]) -> Any:
         """The last command's answer from the node that has the key, following one redirection."""
@@ -179,18 +185,17 @@ class RedisCalls:
         for place, answer in zip(part, answers[1::2] if asking else answers, strict=True):
             call.answers[place] = answer
 
-    async def _follow(self, call: KeyedCall, split: Split) -> None:
+    async def _follow(self, call: KeyedCall, split: Split, cluster: ClusterNodes) -> None:
         """Asks once more where the cluster says that a key has moved to."""
         moved: dict[tuple[str, int, bool], list[int]] = {}
         for place, answer in enumerate(call.answers):
             if isinstance(answer, AskError):  # MovedError is one
                 asking = not isinstance(answer, MovedError)
                 moved.setdefault((answer.host, answer.port, asking), []).append(place)
-        if not moved or not isinstance(self._topology, ClusterNodes):
-            return
-        self._refresh(self._topology)
+        if moved:
+            self._refresh(cluster)
         for (host, port, asking), part in moved.items():
-            node = self._topology.node_at(host, port)
+            node = cluster.node_at(host, port)
             await self._run(call, [(node, list(split(part)))], asking=asking)
 
     async def _know_slots(self) -> None:

@@ -232,7 +232,7 @@ def pack(commands: Sequence[Command]) -> list[Value]:
         for argument in command:
             nbytes = len(argument)
             if nbytes <= JOINED_NBYTES:
-                joined += b"$%d\r\n%b\r\n" % (nbytes, argument)
+                joined += b"$%d\r\n%b\r\n" % (nbytes, bytes(argument))
                 continue
             joined += b"$%d\r\n" % nbytes
             pieces += [bytes(joined), argument]

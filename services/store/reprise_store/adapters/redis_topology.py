@@ -21,13 +21,13 @@ class OneNode:
     sharded = False
 
     def __init__(self, node: RedisNode) -> None:
-        self._node = node
+        self.node = node
 
     def primaries(self) -> list[RedisNode]:
-        return [self._node]
+        return [self.node]
 
     def node_of(self, key: bytes) -> RedisNode | None:
-        return self._node
+        return self.node
 
 
 class ClusterNodes:
