@@ -30,12 +30,12 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --progress-bar on $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/pip install --progress-bar on --editable '.[dev,serve]'
-	@PYTHON=$(BIN)/python sh shared/reprise_core/_accel/build.sh >/dev/null 2>&1 \
-	  && echo "Built the hashing accelerator." || echo "No C compiler: hashing stays pure Python."
+	@PYTHON=$(BIN)/python sh shared/build_accel.sh >/dev/null 2>&1 \
+	  && echo "Built the accelerators." || echo "No C compiler: all stays pure Python."
 	@touch $@
 
-accel: install ## Build the hashing accelerator again (make install tries to)
-	PYTHON=$(BIN)/python sh shared/reprise_core/_accel/build.sh
+accel: install ## Build the compiled accelerators again (make install tries to)
+	PYTHON=$(BIN)/python sh shared/build_accel.sh
 
 serve: install ## Run the whole system; MODEL=hugging-face-id-or-path
 	@$(BIN)/reprise serve $(ARGS)

@@ -71,14 +71,11 @@ class Memory:
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """To read, while this object lives. Raises OSError as `map` does, or when it is too short."""
-        self._address_of(offset, nbytes)
+        self.address_of(offset, nbytes)
         return self._view[offset : offset + nbytes]
 
-    def copy_to(self, target_address: int, offset: int, nbytes: int) -> None:
-        """Without the GIL; the target is the caller's to know. Raises OSError as `view` does."""
-        ctypes.memmove(target_address, self._address_of(offset, nbytes), nbytes)
-
-    def _address_of(self, offset: int, nbytes: int) -> int:
+    def address_of(self, offset: int, nbytes: int) -> int:
+        """As `view`."""
         address = self._address or self.map()
         if not 0 <= offset <= self.nbytes - nbytes:
             raise OSError(errno.EIO, f"{nbytes} bytes at {offset} in memory of {self.nbytes} bytes")
@@ -141,8 +138,9 @@ def make_memory(name: str, nbytes: int) -> Memory:
 
 def read_into(memory: Memory, offset: int, target: bytearray | memoryview) -> None:
     """Fills the target (a writable buffer), without the GIL. Raises OSError when there is too little."""
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target)) if len(target) else 0
-    memory.copy_to(address, offset, len(target))
+    source, nbytes = memory.address_of(offset, len(target)), len(target)
+    if nbytes:
+        ctypes.memmove(ctypes.addressof(ctypes.c_ubyte.from_buffer(target)), source, nbytes)
 
 
 def listen(address: str) -> socket.socket:

@@ -118,7 +118,7 @@ async def test_one_engine_saves_and_another_loads(
 
 async def test_a_windowed_group_that_lacks_blocks_is_a_shorter_hit_or_none(model: Model) -> None:
     """Of the windowed group every third block is lost after the look-up: loads fail, tokens do not change."""
-    async with running_store() as store:
+    async with running_store(shared_memory="off") as store:  # so that every block is asked for
         async with connected(model, store, kv_role="kv_producer") as first:
             await first.ask("first", model.wanted)
             await until(lambda: store.app.store.stats().host_blocks > 60)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -17,6 +18,7 @@ from reprise_wire.block_transfer import (
     decode_transfer,
     encode_transfer,
 )
+from reprise_worker._accel import native_copy
 from reprise_worker.kv_cache import KvCache
 from reprise_worker.layer_groups import LayerShape
 from reprise_worker.metrics import WorkerMetrics
@@ -26,6 +28,14 @@ FINGERPRINT = "ab" * 16
 SESSION = b"s" * 16
 ADAPTERS = ("cd" * 16, "ef" * 16)
 """Content digests."""
+
+
+COPIES = [
+    pytest.param(False, id="python"),
+    pytest.param(
+        True, id="compiled", marks=pytest.mark.skipif(native_copy() is None, reason="no C compiler built it")
+    ),
+]
 
 
 def hash_of(number: int) -> BlockHash:
@@ -46,6 +56,8 @@ class Bench:
     now_s: float = 0.0
     connected: bool = True
     fp8: bool = False
+    compiled: bool = True
+    """Blocks are copied by the accelerator, where it is built."""
     sent: list[Sent] = field(default_factory=list)
     reports: list[LoadReport] = field(default_factory=list)
     loaded: list[TransferMeasure] = field(default_factory=list)
@@ -72,6 +84,8 @@ class Bench:
             fp8=self.fp8,
             adapters=ADAPTERS,
         )
+        if not self.compiled:
+            self.transfers._loads._fills._native = None
         self.transfers.begin_session(SESSION)
 
     def report(self, session: bytes, report: TransferReport) -> None:

@@ -1,29 +1,18 @@
 """Blocks on their way from the store into the cache.
 
-What the index of the store's shared memory names, the link's thread copies; it asks for the rest. A value in
-shared memory is copied first and checked after, because its place may be given to another value at any time;
-so a block that failed may hold anything, and its report says so. A value in a message is checked first.
+What the index of the store's shared memory names, the link's thread copies; it asks for the rest.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from reprise_core.ids import BlockHash
 from reprise_core.steps import BlockLoad, LoadReport, TransferMeasure, TransferReport, pack_ids, unpack_ids
-from reprise_runtime.shared_memory import Memory, read_into
-from reprise_wire.block_codec import (
-    HEADER_NBYTES,
-    BadBlock,
-    BlockFormat,
-    check_header,
-    check_payload,
-    decode_block,
-)
+from reprise_wire.block_codec import BlockFormat
 from reprise_wire.block_transfer import BlockKey, Place, TransferHeader, TransferKind, encode_transfer
 from reprise_wire.host_index import IndexEntry
+from reprise_worker.block_fills import BlockFills, Target
 from reprise_worker.fp8_values import Fp8Values
 from reprise_worker.kv_cache import KvCache
 from reprise_worker.metrics import WorkerMetrics
@@ -69,14 +58,20 @@ class _AskedBlocks:
     """One LOAD message on its way."""
 
     job: _Load
-    block_ids: list[int]
-    keys: tuple[BlockKey, ...]
+    numbers: Sequence[int]
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [self.job.block_ids[number] for number in self.numbers]
+
+
+def _target(job: _Load, number: int, place: Place) -> Target:
+    return Target(place.offset, place.nbytes, job.block_ids[number], job.load.block_hashes[number])
 
 
 class BlockLoads:
-    """`begin_session` and `start` belong to the step thread, the rest to the link's. The lock guards what
-    both touch, and is held while a block is written, so that nothing of a session is written after it has
-    ended. Every load ends in exactly one report, unless its session ends first."""
+    """`begin_session` and `start` belong to the step thread, the rest to the link's. The lock of the fills
+    guards what both touch. Every load ends in exactly one report, unless its session ends first."""
 
     def __init__(
         self,
@@ -93,7 +88,6 @@ class BlockLoads:
         clock: Callable[[], float],
     ) -> None:
         """`formats`: of values, by adapter id."""
-        self._kv = kv
         self._wire = wire
         self._max_pending = max_pending
         self._max_blocks_in_flight = max(1, max_bytes_in_flight // kv.block_nbytes)
@@ -102,10 +96,7 @@ class BlockLoads:
         self._metrics = metrics
         self._report = report
         self._clock = clock
-        self._formats = formats
-        self._fp8 = fp8
-        self._lock = threading.Lock()
-        self._session = b""
+        self._fills = BlockFills(kv, formats, fp8)
         self._new: deque[_Load] = deque()
         self._num_pending = 0
         self._jobs: list[_Load] = []  # loads that have not ended
@@ -115,7 +106,7 @@ class BlockLoads:
 
     @property
     def session(self) -> bytes:
-        return self._session
+        return self._fills.session
 
     @property
     def has_unasked(self) -> bool:
@@ -131,8 +122,8 @@ class BlockLoads:
 
     def begin_session(self, session: bytes) -> None:
         """Drops the loads of an earlier session."""
-        with self._lock:
-            self._session = session
+        with self._fills.lock:
+            self._fills.session = session
             self._new.clear()
             self._num_pending = 0
             self._metrics.loads_pending.set(0)
@@ -140,9 +131,9 @@ class BlockLoads:
     def start(self, loads: Sequence[BlockLoad]) -> None:
         now_s = self._clock()
         refused: list[_Load] = []
-        with self._lock:
+        with self._fills.lock:
             for load in loads:
-                job = _Load(self._session, load, unpack_ids(load.block_ids), now_s)
+                job = _Load(self.session, load, unpack_ids(load.block_ids), now_s)
                 if self._num_pending >= self._max_pending:
                     job.fail(job.block_ids, "unavailable")
                     refused.append(job)
@@ -176,7 +167,7 @@ class BlockLoads:
         if asked is None:
             return  # timed out, or of a session that is over
         places = header.places or [Place(-1, len(frame)) for frame in frames]
-        if len(places) != len(asked.keys):
+        if len(places) != len(asked.numbers):
             asked.job.fail(asked.block_ids, "damaged")
         else:
             self._fill_all(asked, places, frames)
@@ -206,8 +197,8 @@ class BlockLoads:
             self._give_up(job, reason)
 
     def _take_new(self) -> None:
-        with self._lock:
-            session = self._session
+        with self._fills.lock:
+            session = self.session
             new = list(self._new)
             self._new.clear()
         for job in new:
@@ -220,7 +211,7 @@ class BlockLoads:
     def _give_up(self, job: _Load, reason: str) -> None:
         for transfer_id in [key for key, asked in self._asked.items() if asked.job is job]:
             asked = self._asked.pop(transfer_id)
-            job.num_outstanding -= len(asked.keys)
+            job.num_outstanding -= len(asked.numbers)
             job.fail(asked.block_ids, reason)
         left = [*(number for number, _ in job.to_read), *job.to_ask]
         job.fail([job.block_ids[number] for number in left], "unavailable" if reason == "timeout" else reason)
@@ -251,15 +242,15 @@ class BlockLoads:
             return False
         at_once = min(self._max_blocks_at_once, len(job.to_read))
         chunk = [job.to_read.popleft() for _ in range(at_once)]
+        targets = [_target(job, number, entry.place) for number, entry in chunk]
         read: list[int] = []
         num_bytes = 0
-        for number, entry in chunk:
-            place = entry.place
-            if self._read(job, number, place) and self._index_holds(entry):
-                read.append(number)
-                num_bytes += place.nbytes
-            else:
+        for (number, entry), target, wrong in zip(chunk, targets, self._fill(job, targets), strict=True):
+            if wrong or not self._index_holds(entry):
                 job.to_ask.append(number)
+            else:
+                read.append(number)
+                num_bytes += target.nbytes
         self._count(job, len(read), num_bytes)
         self._metrics.loads_by_index.inc(len(read))
         if job.ended:
@@ -281,14 +272,6 @@ class BlockLoads:
                 send([encode_transfer(header)])
             self._to_tell.clear()
 
-    def _read(self, job: _Load, number: int, place: Place) -> bool:
-        """Whether the block holds what it should; else the store has to say."""
-        try:
-            self._fill(job, job.block_ids[number], job.load.block_hashes[number], place, None)
-        except BadBlock:
-            return False
-        return True
-
     def _index_holds(self, entry: IndexEntry) -> bool:
         """A checksum does not tell whose group's or rank's block was copied."""
         return self._wire.index is not None and self._wire.index.holds(entry)
@@ -299,7 +282,7 @@ class BlockLoads:
 
     def _ask_blocks(self, send: Send) -> bool:
         """Sends one LOAD message; False when there is nothing to ask or no way to."""
-        in_flight = sum(len(asked.keys) for asked in self._asked.values())
+        in_flight = sum(len(asked.numbers) for asked in self._asked.values())
         room = min(self._wire.blocks_per_message, self._max_blocks_in_flight - in_flight)
         job = next((job for job in self._jobs if job.to_ask), None)
         if job is None or room <= 0:
@@ -309,89 +292,42 @@ class BlockLoads:
         header = self._wire.header(TransferKind.LOAD, keys, load.generation, adapter_id=load.adapter_id)
         if not send([encode_transfer(header)]):
             return False
-        block_ids = [job.block_ids[number] for number in numbers]
-        self._asked[header.transfer_id] = _AskedBlocks(job, block_ids, keys)
+        self._asked[header.transfer_id] = _AskedBlocks(job, numbers)
         for _ in numbers:
             job.to_ask.popleft()
-        job.num_outstanding += len(keys)
+        job.num_outstanding += len(numbers)
         return True
 
     def _fill_all(self, asked: _AskedBlocks, places: Sequence[Place], frames: Sequence[Frame]) -> None:
-        rest, job = iter(frames), asked.job
-        num_filled, num_bytes = 0, 0
-        for block_id, key, place in zip(asked.block_ids, asked.keys, places, strict=True):
-            frame = next(rest) if place.offset < 0 else None
-            try:
-                self._fill(job, block_id, key.block_hash, place, frame)
-            except BadBlock as error:
-                job.fail([block_id], error.reason)
+        job, num_filled, num_bytes = asked.job, 0, 0
+        targets = [_target(job, number, place) for number, place in zip(asked.numbers, places, strict=True)]
+        for target, wrong in zip(targets, self._fill(job, targets, frames), strict=True):
+            if wrong:
+                job.fail([target.block_id], wrong)
             else:
                 num_filled += 1
-                num_bytes += place.nbytes
+                num_bytes += target.nbytes
         self._count(job, num_filled, num_bytes)
+
+    def _fill(self, job: _Load, targets: Sequence[Target], frames: Sequence[Frame] = ()) -> list[str]:
+        return self._fills.fill(
+            job.session, targets, adapter_id=job.load.adapter_id, memory=self._wire.memory, frames=frames
+        )
 
     def _count(self, job: _Load, num_filled: int, num_bytes: int) -> None:
         job.num_bytes += num_bytes
         self._metrics.loads.inc(num_filled)
         self._metrics.load_bytes.inc(num_bytes)
 
-    def _fill(
-        self, job: _Load, block_id: int, block_hash: BlockHash, place: Place, frame: Frame | None
-    ) -> None:
-        """Raises BadBlock unless the block then holds what the hash stands for."""
-        if not place.nbytes:
-            raise BadBlock("missing", "no tier of the store has it")
-        if frame is not None:
-            payload = decode_block(frame, block_hash=block_hash, format=self._formats[job.load.adapter_id])
-            self._write(job, block_id, payload)
-            return
-        if self._wire.memory is None:
-            raise BadBlock("damaged", "a place in memory that is not shared")
-        try:
-            self._fill_from(self._wire.memory, job, block_id, block_hash, place)
-        except OSError as error:
-            raise BadBlock("damaged", f"shared memory: {error}") from error
-
-    def _fill_from(
-        self, memory: Memory, job: _Load, block_id: int, block_hash: BlockHash, place: Place
-    ) -> None:
-        format = self._formats[job.load.adapter_id]
-        header = bytes(memory.view(place.offset, HEADER_NBYTES))
-        check_header(header, format=format, value_nbytes=place.nbytes)
-        block = self._kv.block_memory(block_id) if self._fp8 is None else None
-        if block is None:
-            payload = memoryview(bytearray(format.payload_nbytes))
-            read_into(memory, place.offset + HEADER_NBYTES, payload)
-            check_payload(header, payload, block_hash=block_hash)
-            self._write(job, block_id, payload)
-            return
-        with self._lock:
-            self._check_session(job)
-            address = self._kv.block_address(block_id)
-            memory.copy_to(address, place.offset + HEADER_NBYTES, format.payload_nbytes)
-        check_payload(header, block, block_hash=block_hash)
-
-    def _write(self, job: _Load, block_id: int, payload: memoryview) -> None:
-        """A payload that was checked."""
-        data = payload if self._fp8 is None else self._fp8.decode(payload)
-        with self._lock:
-            self._check_session(job)
-            self._kv.import_block(block_id, data)
-
-    def _check_session(self, job: _Load) -> None:
-        """The caller holds the lock and is about to write."""
-        if job.session != self._session:
-            raise BadBlock("stale", "its session is over")
-
     def _answered(self, asked: _AskedBlocks) -> None:
-        asked.job.num_outstanding -= len(asked.keys)
+        asked.job.num_outstanding -= len(asked.numbers)
         if asked.job.ended:
             self._end(asked.job)
 
     def _end(self, job: _Load) -> None:
         self._jobs.remove(job)
-        with self._lock:
-            if job.session != self._session:
+        with self._fills.lock:
+            if job.session != self.session:
                 return
             self._num_pending -= 1
             self._metrics.loads_pending.set(self._num_pending)

@@ -59,7 +59,6 @@ class KvCache:
         self.dtype = dtype
         self._bytes = self._slabs.view(torch.uint8)
         self._host_bytes = self._bytes.numpy() if device.type == "cpu" else None
-        self._address = self._bytes.data_ptr()
         # Loads run beside the step, on a stream of their own, by way of one pinned block.
         self._load_stream: torch.cuda.Stream | None = None
         self._load_lock = threading.Lock()
@@ -141,9 +140,10 @@ class KvCache:
         """A block's bytes, to write in place under `import_block`'s conditions; None on a device."""
         return None if self._host_bytes is None else self._host_bytes[block_id].data
 
-    def block_address(self, block_id: int) -> int:
-        """Of `block_memory`."""
-        return self._address + block_id * self.block_nbytes
+    @property
+    def address(self) -> int:
+        """Of block 0; the others follow."""
+        return self._bytes.data_ptr()
 
     def import_block(self, block_id: int, payload: memoryview) -> None:
         """Fills a block with bytes that `export_block` gave; done on return. Any thread may call it,

@@ -11,6 +11,7 @@ import time
 from reprise_cli.bench.store_blocks import block_hash, keyspace_of
 from reprise_runtime.shared_memory import make_memory, read_into
 from reprise_wire.block_codec import HEADER_NBYTES, check_header, check_payload, encode_header
+from reprise_worker._accel import native_copy
 from reprise_worker.kv_cache import KvCache
 from reprise_worker.store_wire import StoreWire
 
@@ -21,6 +22,7 @@ class BareLoads:
     def __init__(self, kv: KvCache, num_blocks: int) -> None:
         """Takes the values from the cache's first blocks, and loads into them."""
         self._kv = kv
+        self._native = native_copy()
         self._format = kv.block_format(
             StoreWire(keyspace_of(kv.block_nbytes), 0, kv.block_nbytes).fingerprints[0]
         )
@@ -52,11 +54,26 @@ class BareLoads:
 
     def _serve(self) -> None:
         while os.read(self._wake_read, 1):
-            for block in range(self._num_blocks):
-                self._take(block)
+            self._take(self._num_blocks)
             self._loaded.set()
 
-    def _take(self, block: int) -> None:
+    def _take(self, num_blocks: int) -> None:
+        if self._native is None:
+            for block in range(num_blocks):
+                self._take_one(block)
+            return
+        nbytes = HEADER_NBYTES + self._kv.block_nbytes
+        self._native.copy_blocks(
+            self._memory.map(),
+            self._memory.nbytes,
+            self._kv.address,
+            self._kv.block_nbytes,
+            num_blocks,
+            self._format.fields,
+            tuple((block * self._stride, nbytes, block, block_hash(block)) for block in range(num_blocks)),
+        )
+
+    def _take_one(self, block: int) -> None:
         header, payload = bytes(self._memory.view(block * self._stride, HEADER_NBYTES)), self._payload(block)
         read_into(self._memory, block * self._stride + HEADER_NBYTES, payload)
         check_header(header, format=self._format, value_nbytes=HEADER_NBYTES + len(payload))

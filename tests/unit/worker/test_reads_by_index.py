@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from reprise_runtime.shared_memory import make_memory
 from reprise_wire.block_codec import HEADER_NBYTES
 from reprise_wire.block_transfer import BlockKey, Keyspace, Place, TransferKind, redis_key
 from reprise_wire.host_index import BUCKET_NBYTES, HostIndex
-from reprise_worker import block_loads
+from reprise_worker.block_fills import BlockFills
 from support.runner_driver import block_save
-from support.transfer_bench import ADAPTERS, FINGERPRINT, Bench, hash_of, limits
+from support.transfer_bench import ADAPTERS, COPIES, FINGERPRINT, Bench, hash_of, limits
 
 VALUES_NBYTES = 128 * 1024
 INDEX_NBYTES = 64 * BUCKET_NBYTES
@@ -48,9 +49,9 @@ class SharingStore:
         self._map[place.offset : place.offset + len(value)] = value
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench(limits())
+@pytest.fixture(params=COPIES)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(limits(), compiled=request.param)
 
 
 @pytest.fixture
@@ -159,13 +160,14 @@ def test_a_block_that_leaves_while_it_is_copied_is_asked_for(
     name = name_of(hash_of(1))
     place = store.keep(name, bench.value(1, hash_of(1)))
     store.write(place, bench.value(2, hash_of(1)))
-    check_payload = block_loads.check_payload
+    fill = BlockFills.fill
 
-    def check_and_leave(*arguments: object, **more: object) -> None:
-        check_payload(*arguments, **more)  # type: ignore[arg-type]
+    def fill_and_leave(fills: BlockFills, *arguments: Any, **more: Any) -> list[str]:
+        wrong = fill(fills, *arguments, **more)
         store.index.remove(name)
+        return wrong
 
-    monkeypatch.setattr(block_loads, "check_payload", check_and_leave)
+    monkeypatch.setattr(BlockFills, "fill", fill_and_leave)
     bench.load([20], [hash_of(1)])
     (asked,) = bench.pump()
     assert asked.header.kind == TransferKind.LOAD

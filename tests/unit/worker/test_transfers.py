@@ -27,12 +27,12 @@ from reprise_wire.block_transfer import (
 from reprise_worker.metrics import WorkerMetrics
 from reprise_worker.transfer import NoStore
 from support.runner_driver import block_save
-from support.transfer_bench import ADAPTERS, FINGERPRINT, SESSION, Bench, hash_of, limits
+from support.transfer_bench import ADAPTERS, COPIES, FINGERPRINT, SESSION, Bench, hash_of, limits
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench(limits())
+@pytest.fixture(params=COPIES)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(limits(), compiled=request.param)
 
 
 def test_a_saved_block_loads_into_another(bench: Bench) -> None:
