@@ -4,14 +4,16 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from reprise_core.ids import BlockHash
+from reprise_core.steps import BlockLoad
 from reprise_wire.block_transfer import Keyspace, redis_key
+from reprise_worker.block_loads import BlockLoads
 from support.external_engine import BLOCK, RealEngine, real_engine
 from support.external_world import (
     LIMITS,
@@ -172,6 +174,50 @@ async def test_a_reset_says_that_a_load_kept_the_device_from_it(model: Model, re
         assert await ask(engine, model, prompts) == (num_full_blocks(prompts) * BLOCK, 0)
         assert (await engine.reset(external=True)).device
         assert await ask(engine, model, prompts) == (0, 0)
+
+
+async def test_what_host_memory_gives_after_a_reset_elsewhere_is_not_saved_again(
+    model: Model, redis: ValkeyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B has looked up, A resets, and B's worker reads what B's store does not know yet to be old."""
+    rng = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    old, others = prompts_of(rng, 3), prompts_of(rng, 3)
+    limits = {**LIMITS, "redis_timeout_s": 5.0, "capacity_bytes": 1 << 24}
+    async with (
+        running_store(redis_url=redis.url, **limits) as store_a,
+        running_store(redis_url=redis.url, **limits) as store_b,
+        real_engine(model.folder, store_address(store_a)) as a,
+        real_engine(model.folder, store_address(store_b)) as b,
+    ):
+        await ask(b, model, old)
+        await until(lambda: sum(map(len, blocks_in_redis(redis).values())) >= num_full_blocks(old))
+        await b.forget()
+        held: list[tuple[BlockLoads, Sequence[BlockLoad]]] = []
+        start = BlockLoads.start
+        monkeypatch.setattr(BlockLoads, "start", lambda loads, what: held.append((loads, what)))
+        names = b.submit(old, NUM_TOKENS)
+        await until(lambda: sum(len(what) for _, what in held) == len(old))
+        assert (await a.reset(external=True, running=True)).external
+        monkeypatch.undo()
+        for loads, what in held:
+            start(loads, what)  # nobody wakes the link: within a second it looks
+        answers = await b.answers(names)
+        assert [one.token_ids for one in answers] == model.right(old)
+        assert all(one.usage is not None and one.usage.host_tokens > 0 for one in answers)
+        assert b.worker_metric("loads_by_index_total") > 0
+
+        now = (
+            await store_a.client.lookup(Keyspace("reprise", b.harness.app._loop._fingerprint), [0], [])
+        ).generation
+        await ask(b, model, others)
+        device, external = await ask(b, model, old)
+        assert (device, external) == (num_full_blocks(old) * BLOCK, 0), "nobody reset the device of B"
+        await until(lambda: hashes_of(b, others) <= blocks_in_redis(redis).get(now, set()), 30)
+        await store_b.settled()
+        assert not hashes_of(b, old) & blocks_in_redis(redis).get(now, set())
+        await until(lambda: b.idle)
+        b.check_nothing_leaked()
 
 
 def longest_ping_s(redis: Redis, until_set: threading.Event) -> list[float]:
