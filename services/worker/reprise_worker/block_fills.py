@@ -64,17 +64,19 @@ class BlockFills:
         """Per target what was wrong: missing, damaged, foreign, or stale (the session is over); nothing when
         the block holds what it should. `memory`: the store's, if it shares any."""
         format, rest = self._formats[adapter_id], iter(frames)
-        right = self._copy(session, targets, format, memory) if memory is not None else bytes(len(targets))
+        right = self._copy(session, targets, format, memory)
         return [
             "" if done else self._try(session, target, format, memory, rest)
             for done, target in zip(right, targets, strict=True)
         ]
 
-    def _copy(self, session: bytes, targets: Sequence[Target], format: BlockFormat, memory: Memory) -> bytes:
+    def _copy(
+        self, session: bytes, targets: Sequence[Target], format: BlockFormat, memory: Memory | None
+    ) -> bytes:
         """Per target 1 when the block holds what it should now. `_fill` does the same one by one, and knows
         what is wrong."""
         native, right = self._native, b""
-        if native is None:
+        if native is None or memory is None:
             return bytes(len(targets))
         for first in range(0, len(targets), self._blocks_per_lock):
             piece = tuple(targets[first : first + self._blocks_per_lock])

@@ -34,13 +34,13 @@ def native_module(algorithm: HashAlgorithm) -> NativeModule | None:
     """The compiled module, when it is built and finds the digest of this algorithm."""
     try:
         module = cast(NativeModule, import_module("reprise_core._accel._block_hash"))
-        has_sha256, has_xxh3 = module.load(_path_of("_hashlib"), _path_of("xxhash._xxhash"))
+        has_sha256, has_xxh3 = module.load(path_of("_hashlib"), path_of("xxhash._xxhash"))
     except ImportError:
         return None
     return module if (has_sha256 if algorithm.is_cryptographic else has_xxh3) else None
 
 
-def _path_of(extension_module: str) -> str:
+def path_of(extension_module: str) -> str:
     """ImportError for a module that is linked into the interpreter."""
     path = getattr(import_module(extension_module), "__file__", None)
     if not isinstance(path, str):

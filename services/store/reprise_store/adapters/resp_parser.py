@@ -99,9 +99,7 @@ class BlockParser(BaseParser):
         return [digit - 48 for digit in self._buffer[run.start() + 1 : run.end() : 4]]
 
     def _read(self) -> Reading:
-        line = self._line_at_hand()
-        if line is None:
-            line = yield from self._line()
+        line = yield from self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"$":
             return None if rest == b"-1" else (yield from self._bulk(int(rest)))
@@ -123,16 +121,8 @@ class BlockParser(BaseParser):
             return error
         raise InvalidResponse(f"Protocol error: {line[:20]!r}")
 
-    def _line_at_hand(self) -> bytes | None:
-        end = self._buffer.find(b"\r\n", self._start, self._stop)
-        if end < 0:
-            return None
-        line = bytes(self._view[self._start : end])
-        self._start = end + 2
-        return line
-
     def _line(self) -> Generator[None, None, bytes]:
-        while (line := self._line_at_hand()) is None:
+        while (end := self._buffer.find(b"\r\n", self._start, self._stop)) < 0:
             waiting = bytes(self._view[self._start : self._stop])
             self._view[: len(waiting)] = waiting
             self._start, self._stop = 0, len(waiting)
@@ -141,6 +131,8 @@ class BlockParser(BaseParser):
             while not (received := self._receive([self._view[self._stop : self._stop + HEADER_READ_NBYTES]])):
                 yield
             self._stop += received
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
         return line
 
     def _bulk(self, nbytes: int) -> Generator[None, None, bytes | memoryview | None]:
@@ -155,8 +147,7 @@ class BlockParser(BaseParser):
             room = self._allocate(nbytes)
             value = room if room is not None else memoryview(bytearray(nbytes))
             yield from self._fill(value)
-        if self._line_at_hand() is None:
-            yield from self._line()
+        yield from self._line()
         return value
 
     def _fill(self, target: memoryview) -> Generator[None, None, None]:

@@ -1,10 +1,12 @@
 """The optional compiled copy of blocks: `make accel` builds it, nothing requires it.
 
-`block_copy.c` is the twin of what `block_loads` does block by block; both pass the same tests.
+`block_copy.c` is the twin of what `block_fills` does block by block; both pass the same tests.
 """
 
 from importlib import import_module
 from typing import Protocol, cast
+
+from reprise_core._accel import path_of
 
 
 class NativeCopy(Protocol):
@@ -30,7 +32,6 @@ def native_copy() -> NativeCopy | None:
     """The compiled module, when it is built and finds the digest."""
     try:
         module = cast(NativeCopy, import_module("reprise_worker._accel._block_copy"))
-        path = getattr(import_module("xxhash._xxhash"), "__file__", None)
+        return module if module.load(path_of("xxhash._xxhash")) else None
     except ImportError:
         return None
-    return module if isinstance(path, str) and module.load(path) else None

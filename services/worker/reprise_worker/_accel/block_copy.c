@@ -1,5 +1,5 @@
 /* Blocks out of shared memory into the cache, checked, many in one call and without the GIL: the compiled
- * twin of block_loads' own way (block_codec's check_header, a copy, check_payload).
+ * twin of block_fills' own way (block_codec's check_header, a copy, check_payload).
  *
  * It only says which blocks are right. What is wrong with another one, its Python twin finds out and says.
  *
